@@ -27,8 +27,8 @@ from ckptstore.backends.base import (
     check_key,
     parts_of,
 )
-from ckptstore.backends.collecting_writers import BufferPool
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.pooled_writer import BufferPool
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.sealing import DataKey, Sealer, salt_of
 from ckptstore.backends.wrapper import WrapperBackend

@@ -30,7 +30,7 @@ from ckptstore.backends.base import (
     check_prefix,
     is_key,
 )
-from ckptstore.backends.collecting_writers import BufferedWriter
+from ckptstore.backends.buffered_writer import BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.oserrors import translate as translate_os
 from ckptstore.backends.per_process import PerProcess

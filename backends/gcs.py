@@ -24,7 +24,7 @@ from gcsfs.core import GCSFileSystem
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
-from ckptstore.backends.collecting_writers import Body, BufferedWriter
+from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter

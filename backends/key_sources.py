@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptstore import limits
+from ckptstore.backends.posix_publish import sync_folder
 from ckptstore.backends.sealing import KEY_BYTES, UserKey
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import EncryptionKeyError
@@ -109,11 +110,7 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
             file.write(material.hex().encode() + b"\n")
             file.flush()
             os.fsync(descriptor)
-        folder = os.open(where.absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(str(where.absolute().parent))
     except FileExistsError as error:
         msg = f"{str(where)!r} is there already, and a key is never overwritten"
         raise EncryptionKeyError(msg, hint="name another file") from error

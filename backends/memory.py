@@ -18,7 +18,7 @@ from ckptstore.backends.base import (
     check_key,
     check_prefix,
 )
-from ckptstore.backends.collecting_writers import BufferedWriter
+from ckptstore.backends.buffered_writer import BufferedWriter
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     CorruptObjectError,

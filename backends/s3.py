@@ -21,8 +21,8 @@ from ckptstore.backends.bucket import (
     Foreign,
     parse_bucket_url,
 )
-from ckptstore.backends.collecting_writers import BufferPool, PooledWriter
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.backends.s3_calls import S3Calls, translate
 from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import direct_client

@@ -12,7 +12,7 @@ from fsspec.asyn import sync
 
 from ckptstore import limits
 from ckptstore.backends.bucket import Foreign
-from ckptstore.backends.collecting_writers import Body
+from ckptstore.backends.buffered_writer import Body
 from ckptstore.backends.s3_calls import Accept, Request
 from ckptstore.backends.s3_settings import base_config
 from ckptstore.backends.scatter import Scatter

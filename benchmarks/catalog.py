@@ -22,7 +22,7 @@ from benchmarks.peers import PEERS, Peer
 from benchmarks.states import State
 from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
+from ckptstore.catalog.commits import FORMAT, MAGIC, Commit, CommitBody, encode_commit, extended
 from ckptstore.catalog.run_ops import Save
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
@@ -222,7 +222,7 @@ def _commit_of(
     save = cast("Save", ops[-1])
     ops[-1] = msgspec.structs.replace(save, parent=heads.get(run, ""))
     heads[run] = version
-    body = Body(
+    body = CommitBody(
         magic=MAGIC,
         format=FORMAT,
         number=number,

@@ -29,7 +29,7 @@ from benchmarks.peers import flat_for_safetensors, rest_as_json
 from benchmarks.states import State, flat_tensors
 from ckptstore import limits
 from ckptstore.backends.bucket import CAPABILITIES
-from ckptstore.objects.pack_plan import plan_packs
+from ckptstore.objects.packs import plan_packs
 
 __all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways", "plain_ways"]
 

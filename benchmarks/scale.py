@@ -26,8 +26,7 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.log import Build, Log
-from ckptstore.checkpoint.assemble import RankPart, ShardInfo
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, ShardInfo, commit_parts
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CommitConflictError

@@ -25,9 +25,7 @@ _KEPT = 4
 
 
 class Manifests:
-    """The manifests of one store; keeps the last few in memory.
-
-    Any thread may use it; the manifests that it returns are immutable.
+    """The manifests of one store, which are immutable; any thread may use it.
 
     Parameters
     ----------
@@ -132,7 +130,7 @@ def relied_on(pointer: ManifestPointer, manifest: Manifest) -> tuple[str, ...]:
 
 
 def read_manifest(backend: Backend, version: Version) -> Manifest:
-    """Return the manifest of a version, read anew; raises as :meth:`Manifests.load`."""
+    """Return the manifest of a version, read again; raises as :meth:`Manifests.load`."""
     _check_kept(version)
     key = version.manifest_key
     named = f"{key} of version {version.label}"

@@ -38,7 +38,7 @@ from ckptstore.model import ReplicaInfo, RunInfo, Version
 
 
 class Catalog:
-    """What the commits 1 to ``number`` amount to."""
+    """The state of a store after the commits 1 to ``number``."""
 
     __slots__ = ("_state",)
 
@@ -62,13 +62,13 @@ class Catalog:
 
     @property
     def versions_count(self) -> int:
-        """How many versions all runs have, without deleted ones."""
+        """Number of versions of all runs, without deleted ones."""
         return sum(not row.flags & Flag.DELETED for row in self._state.versions.values())
 
     # --- runs ---------------------------------------------------------------------------------
 
     def has_run(self, name: str) -> bool:
-        """Say whether there is a run of this name."""
+        """Return whether there is a run of this name."""
         return name in self._state.runs
 
     def runs(self) -> list[RunInfo]:
@@ -175,7 +175,7 @@ class Catalog:
         return tuple(self._run(run).versions)
 
     def descends(self, version_id: str, ancestor: str) -> bool:
-        """Say whether a version that is here is the other one, or continues it, across runs."""
+        """Return whether a version is the other one, or continues it, across runs."""
         return self.way(version_id, ancestor) is not None
 
     def way(self, version_id: str, ancestor: str) -> list[str] | None:
@@ -194,12 +194,12 @@ class Catalog:
         return None
 
     def any_abandoned(self, ids: Iterable[str]) -> bool:
-        """Say whether a rollback left one of some versions beside the line of its run, here."""
+        """Return whether a rollback abandoned one of some versions here."""
         rows = (self._state.versions.get(version_id) for version_id in ids)
         return any(row is not None and row.flags & Flag.ABANDONED for row in rows)
 
     def holds_head(self, run: str) -> bool:
-        """Say whether a rollback that was decided in this store moved the head of a run last."""
+        """Return whether the head of a run was last moved by a rollback decided in this store."""
         found = self._state.runs.get(run)
         return found is not None and found.held
 
@@ -222,7 +222,7 @@ class Catalog:
             yield version_id, decode_metrics(row), decode_metrics(twin)
 
     def has_version(self, version_id: str) -> bool:
-        """Say whether there is a version of exactly this id."""
+        """Return whether there is a version of exactly this id."""
         return version_id in self._state.versions
 
     def by_prefix(self, prefix: str, *, count_max: int = 10) -> list[Version]:
@@ -239,7 +239,7 @@ class Catalog:
         return found
 
     def pinned(self) -> list[Version]:
-        """Return the versions that are pinned, for whomever, in the order of their commits."""
+        """Return the versions that are pinned, for any store, in the order of their commits."""
         rows = [row for row in self._state.versions.values() if row.flags & Flag.PINNED]
         return [self._version(row) for row in rows]
 
@@ -305,7 +305,7 @@ class Catalog:
         return {key for key in keys if key in self._state.gone}
 
     def contents(self, *, known: dict[bytes, Details]) -> Iterator[tuple[str, Details]]:
-        """Yield id and details of each version of which more than the record is kept.
+        """Yield id and details of each version that has more than its record.
 
         For those who ask again and again, for one catalog after another: a hundred times as fast
         as to build the versions. What was deleted costs a few nanoseconds each.
@@ -345,7 +345,7 @@ class Catalog:
     # --- snapshots ----------------------------------------------------------------------------
 
     def to_snapshot(self) -> SnapshotBody:
-        """Return what a snapshot of this catalog holds.
+        """Return the content of a snapshot of this catalog.
 
         Raises
         ------

@@ -63,7 +63,7 @@ else:  # the decoder takes these and no others
     _Known = reduce(or_, OPS)
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class CommitBody(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a commit as it is stored."""
 
     magic: Literal["ckptstore-commit"]
@@ -82,7 +82,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """A commit with the digest that the next one names as ``previous``."""
 
-    body: Body
+    body: CommitBody
     digest: str
     """BLAKE3-256 of the stored body, 64 hex digits."""
 
@@ -93,7 +93,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What it does, in order."""
+        """Its operations, in order."""
         return self.body.ops
 
     @property
@@ -102,10 +102,10 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         return commit_key(self.body.number)
 
 
-_DECODER: Final = msgspec.json.Decoder(Body)
+_DECODER: Final = msgspec.json.Decoder(CommitBody)
 
 
-def encode_commit(body: Body) -> tuple[bytes, Commit]:
+def encode_commit(body: CommitBody) -> tuple[bytes, Commit]:
     """Return the object for `body` and the commit as a reader will see it.
 
     What was encoded is decoded again: nothing is ever written that this version would refuse.

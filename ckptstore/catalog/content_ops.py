@@ -144,7 +144,7 @@ def check_kept(level: Part, encoding: str, manifest: ManifestPointer | None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One version that is to lie elsewhere, or of which less is to be kept."""
+    """The change of one version that gets another place, or is reduced."""
 
     version: str
     based_on: str
@@ -191,7 +191,7 @@ def _as_read(catalog: Catalog, digests: Mapping[str, str]) -> Iterator[Version]:
 
 
 def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
-    """Return what makes versions lie elsewhere, or be kept in part.
+    """Return the operations that move versions, or reduce them.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
 
 
 def condemn(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
-    """Return what condemns objects, those left out that are condemned and not deleted yet.
+    """Return the operations that condemn objects; those that are condemned already are left out.
 
     The caller has found, on exactly this catalog, that no live version reaches them. One that was
     deleted before and is back (a request that arrived late) may be condemned again.
@@ -240,6 +240,6 @@ def condemn(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
 
 
 def swept(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
-    """Return what records that condemned objects were deleted, if no one has done so yet."""
+    """Return the operations that record that condemned objects were deleted."""
     left = sorted(key for key in set(keys) if key in catalog.condemned)
     return [Swept(keys=part) for part in parts(left, limits.KEYS_PER_OP_MAX)]

@@ -22,13 +22,13 @@ __all__ = ["DivergenceGuard", "EarlyStopping", "RunLike", "Verdict"]
 
 
 class RunLike(Protocol):
-    """What is asked of a run; :class:`ckptstore.Run` is one."""
+    """The part of a run that is used here; :class:`ckptstore.Run` is one."""
 
     name: str
 
     @property
     def directions(self) -> Mapping[str, Direction]:
-        """Which way each metric gets better."""
+        """Direction in which each metric gets better."""
 
     def resolve(self, ref: str | int = "latest") -> Version:
         """Return the version that a ref names."""
@@ -233,7 +233,7 @@ class EarlyStopping(_Monitor):
         return f"#{version.id}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it remembers, as plain values."""
+        """Return its state as plain values."""
         return {name: getattr(self, name) for name in ("monitor", "mode", *_REMEMBERED)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,14 +251,14 @@ class EarlyStopping(_Monitor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a value means; true if training has gone wrong."""
+    """The meaning of a value; true if training has gone wrong."""
 
     kind: Literal["ok", "nan", "spike"]
     """``nan`` is any value that is not finite."""
     step: int
     value: float
     limit: float | None
-    """What the value would have had to pass to be a spike; None during the warmup."""
+    """Values beyond this one are spikes; None during the warmup."""
     version: Version | None = None
     """After a rollback: the head from now on. Load it and go on from it."""
 
@@ -394,7 +394,7 @@ class DivergenceGuard(_Monitor):
         return replace(verdict, version=version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it remembers, as plain values."""
+        """Return its state as plain values."""
         return {
             "monitor": self.monitor,
             "mode": self.mode,

@@ -1,4 +1,4 @@
-"""How much of a version is kept: its level, in the log and in a row of the catalog."""
+"""Levels: the part of a version that is kept, in the log and in a row of the catalog."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _ROUNDED: Final[dict[str, Level]] = {
 
 
 def parts_of_level(level: Level) -> tuple[Part, str]:
-    """Return what is kept at a level, and what it is rounded to; how the log writes a level."""
+    """Return the part that a level keeps and the encoding of its weights, as in the log."""
     return _STORED[level]
 
 
 def level_of(row: VersionRow) -> Level:
-    """Return how much of a version is kept.
+    """Return the level of a version.
 
     An encoding that this ckptstore does not know, since a newer one wrote it, counts as
     ``weights``.

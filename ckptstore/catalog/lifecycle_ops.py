@@ -166,7 +166,7 @@ class Unpin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="unpin"):
 
     version: Id
     store: IdOrEmpty = ""
-    """Whose pin goes; empty: all of them."""
+    """Id of the store that gives up its pin; empty: all pins go."""
 
     def apply(self, fold: Fold) -> None:
         """Remove the pin of one store, or all."""
@@ -252,7 +252,7 @@ def fork(
 def rollback(
     catalog: Catalog, *, run: str, version: str, reason: str = "", store: str = ""
 ) -> list[Op]:
-    """Return what moves the head of a run to one of its versions; nothing if it is there.
+    """Return the operations that move the head of a run to one of its versions, if it is elsewhere.
 
     Parameters
     ----------
@@ -278,7 +278,7 @@ def rollback(
 def delete(
     catalog: Catalog, versions: Sequence[str], *, reason: str = "", force: bool = False
 ) -> list[Op]:
-    """Return what deletes versions.
+    """Return the operations that delete versions.
 
     Parameters
     ----------
@@ -312,7 +312,7 @@ def delete(
 def undelete(
     catalog: Catalog, versions: Sequence[str], needs: Mapping[str, Collection[str]]
 ) -> list[Op]:
-    """Return what makes deleted versions be there again.
+    """Return the operations that bring deleted versions back.
 
     Parameters
     ----------
@@ -342,7 +342,7 @@ def undelete(
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
-    """Return what gives a run (or the store, if `run` is empty) a retention policy.
+    """Return the operation that gives a run (or the store, if `run` is empty) a retention policy.
 
     Raises
     ------
@@ -367,18 +367,18 @@ def parts(items: Sequence[T], size: int = limits.VERSIONS_PER_OP_MAX) -> Iterato
 
 
 def pin(catalog: Catalog, version: str) -> list[Op]:
-    """Return what pins a version for this store; nothing if it is pinned for this one alone."""
+    """Return the operation that pins a version for this store, unless it has that pin alone."""
     found = there(catalog, version)
     return [] if found.pinned and not found.pinned_for else [Pin(version=version)]
 
 
 def unpin(catalog: Catalog, version: str) -> list[Op]:
-    """Return what takes all pins of a version away, of whomever; nothing if it has none."""
+    """Return the operation that removes all pins of a version; nothing if it has none."""
     return [Unpin(version=version)] if catalog.version(version).pinned else []
 
 
 def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
-    """Return what pins versions for another store; those that are deleted are left out.
+    """Return the operations that pin versions for another store; deleted ones are left out.
 
     Raises
     ------
@@ -400,7 +400,7 @@ def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
 
 
 def unpin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
-    """Return what takes the pins of another store away, no others.
+    """Return the operations that remove the pins of another store, no others.
 
     Where others are left, one of them is said once more, which changes nothing: readers that do not
     know for whom a pin is see it go, and come back.
@@ -417,7 +417,7 @@ def unpin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]
 
 
 def pinned_text(version: Version) -> str:
-    """Return for whom a version is pinned, as a reason."""
+    """Return the reason why a version is pinned."""
     if not version.pinned_for:
         return "pinned"
     stores = " and ".join(one[:_SHOWN] for one in version.pinned_for)
@@ -425,7 +425,7 @@ def pinned_text(version: Version) -> str:
 
 
 def pinned_error(version: Version) -> PolicyError:
-    """Return what refuses to delete a pinned version, or a part of it."""
+    """Return the error that refuses to delete a pinned version, or a part of it."""
     hint = f"unpin it first: ckptstore pin --delete {version.id[:12]}"
     if version.pinned_for:
         hint += "; this may be the only copy: there, load with refill=True brings it back"

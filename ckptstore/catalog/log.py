@@ -1,7 +1,7 @@
-"""The log: the only thing that makes anything visible, and the only thing writers contend for.
+"""The log: versions become visible through it alone, and writers contend for nothing else.
 
-Commit n+1 is put-if-absent by someone who has folded 1..n. Whoever loses reads what came first,
-builds the operations again on the new catalog, and tries the next number.
+Commit n+1 is put-if-absent by a writer that has folded 1..n. A writer that loses reads what came
+first, builds the operations again on the new catalog, and tries the next number.
 
 Lost replies. A commit bears a random write id. When the storage's answer is lost, the commit of
 that number is read back: mine means success, another's means conflict, none means that the very
@@ -26,7 +26,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
+from ckptstore.catalog.commits import FORMAT, MAGIC, Commit, CommitBody, encode_commit, extended
 from ckptstore.catalog.reading import LogReader
 from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
@@ -104,7 +104,7 @@ class Log:
         self._pid = os.getpid()
 
     def befriend(self, pid: int) -> None:
-        """Take the saves of another process of this host for this one's own, in warnings."""
+        """Do not warn of a second writer for the saves of another process of this host."""
         self._others.befriend(pid)
 
     # --- reading ------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Log:
         self._catch_up(numbers, gap)
 
     def _confirmed(self, catalog: Catalog, numbers: list[int]) -> bool:
-        """Say whether the log's commit of the snapshot's number has the digest that it says."""
+        """Return whether the log's commit of the snapshot's number has the snapshot's digest."""
         try:
             if numbers[:1] == [catalog.number]:
                 confirmed = self._reader.read(numbers.pop(0)).digest == catalog.digest
@@ -252,7 +252,7 @@ class Log:
 
     def _prepare(self, catalog: Catalog, ops: tuple[Op, ...]) -> tuple[bytes, Commit, Catalog]:
         """Return the bytes of the next commit, the commit, and the catalog after it."""
-        body = Body(
+        body = CommitBody(
             magic=MAGIC,
             format=FORMAT,
             number=catalog.number + 1,
@@ -296,7 +296,7 @@ class Log:
         raise AssertionError  # pragma: no cover - the loop has no other end
 
     def _look(self, commit: Commit, cause: CkptStoreError, *, wait: bool) -> Commit | None:
-        """Return what is at the number of `commit`; a failure to look settles nothing."""
+        """Return the stored commit of the number of `commit`; a failure to look settles nothing."""
         try:
             return self._reader.find(commit.number, wait=wait)
         except StorageError as error:
@@ -343,7 +343,7 @@ class Log:
     def leave_snapshot(self) -> None:
         """Write a snapshot, unless there are hardly any commits after the newest one known here.
 
-        For who is done for a while, so that the next to open the store reads few commits. Never
+        For a process that is done for a while: the next to open the store reads few commits. Never
         raises: a snapshot is a cache.
         """
         with self._guard():
@@ -413,7 +413,7 @@ class _Interleaving:
         self._told: set[str] = set()
 
     def befriend(self, pid: int) -> None:
-        """Take the saves of another process of this host for this one's own: it saves for it."""
+        """Take another process of this host for this one, which it saves for."""
         self._kin.add(f"{self._where} {pid}")
 
     def note(self, commit: Commit, after: Catalog) -> None:
@@ -426,7 +426,7 @@ class _Interleaving:
             if last is None or op.run in self._told or not op.parent:
                 continue
             parent = after.version(op.parent)
-            # A rollback, whoever made it, leads to an older one.
+            # A rollback, by any process, leads to an older one.
             if parent.run == op.run and parent.commit > last:
                 who = self._who(parent.commit)
                 if who in self._kin:

@@ -1,4 +1,4 @@
-"""Metrics: what is accepted, which way is better, and which version is the best.
+"""Metrics: checks of names and values, directions, and the best versions.
 
 NaN never wins and a missing value is left out, whatever the direction. Of equal values the
 earliest step wins, and of the same step saved twice the newer version.

@@ -35,7 +35,7 @@ Rules: TypeAlias = "str | Sequence[str]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is kept of versions: each stays at the highest level that has a rule for it.
+    """A retention policy: each version stays at the highest level that has a rule for it.
 
     Made with :meth:`parse` or :meth:`from_json`.
     """
@@ -114,7 +114,7 @@ class Policy:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form, what is empty left out."""
+        """Return the JSON form, without empty entries."""
         found: dict[str, Any] = {
             key: [str(rule) for rule in rules]
             for key, name in _FIELDS.items()
@@ -141,17 +141,17 @@ class Policy:
 
     @property
     def has_rules(self) -> bool:
-        """Whether it says what is kept, and not only how it is saved."""
+        """Whether it has rules, and not encodings alone."""
         return any(getattr(self, name) for name in _FIELDS.values())
 
     def rounding(self, level: Level) -> tuple[Encoding, ...]:
-        """Return what the weights are rounded to at a level: see :func:`rounding_of`."""
+        """Return the encodings of the weights at a level: see :func:`rounding_of`."""
         return rounding_of(level, self.lossy)
 
     def check(self) -> None:
         """Raise PolicyError if there is no rule: to carry it out would delete everything.
 
-        One that is stored may have encodings alone: it then says nothing of what is kept.
+        A stored policy may have encodings alone: it then decides nothing.
         """
         if not self.has_rules:
             msg = "a policy without rules would delete everything"
@@ -159,7 +159,7 @@ class Policy:
 
 
 def rounding_of(level: Level, lossy: Iterable[Encoding | str]) -> tuple[Encoding, ...]:
-    """Return what the weights are rounded to at a level; nothing if they are not.
+    """Return the encodings that round the weights at a level; none for other levels.
 
     A tensor that the first one does not hold within its bounds gets the next one: that of the
     level above.

@@ -1,4 +1,4 @@
-"""Reads the log: which numbers are there, and what their commits say.
+"""Reads the log: the numbers of its commits, and their content.
 
 Names are never probed. On NFS a failed lookup is remembered for up to 30 s, while a listing shows
 a new name at once; so the tail is listed, and only what was listed is opened. What is known to
@@ -124,7 +124,7 @@ class LogReader:
         return size_bytes != info.size_bytes or modified_at not in (None, info.modified_at)
 
     def _is_other(self, number: int, digest: str) -> bool:
-        """Say whether a sound commit of a number has another digest; damage is told elsewhere."""
+        """Return whether a sound commit of a number has another digest; False for damage."""
         try:
             return self.read(number).digest != digest
         except (CorruptObjectError, UnsupportedFeatureError):

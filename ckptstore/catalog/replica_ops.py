@@ -60,7 +60,7 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
     store: Id
     """Id of the store that it was first saved in."""
     level: Part
-    """What of it arrives. A record is what lineage needs of a version that is not copied."""
+    """The part of it that arrives: a record alone of an ancestor that is not copied."""
     manifest: ManifestPointer | None = None
     """None exactly at level ``record``."""
     encoding: EncodingName = ""
@@ -179,7 +179,7 @@ class Arrival:
     manifest: ManifestPointer
     roles: Mapping[str, RoleBytes]
     receipt: Mapping[str, float] = field(default_factory=dict)
-    """What the copy took; is put beside what the save took."""
+    """Seconds and bytes of the copy, beside those of the save."""
     relies_on: Collection[str]
     """Keys of the manifest and of all packs that it names."""
 
@@ -228,7 +228,7 @@ def arrive(
     arrivals: Mapping[str, Arrival],
     again: Container[str] = (),
 ) -> list[Op]:
-    """Return what makes versions of another store visible here; nothing for those that are.
+    """Return the operations that make versions of another store visible here.
 
     Parameters
     ----------
@@ -339,10 +339,10 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
 
 
 def follow(target: Catalog, source: Catalog, runs: Iterable[str], *, store: str) -> Iterator[Op]:
-    """Yield what brings heads, metrics and tags of runs to where the source has them.
+    """Yield the operations that bring heads, metrics and tags of runs to those of the source.
 
     The head of a run moves where the source has gone on from it, or has abandoned it, or deleted it
-    and gone on from elsewhere; not to a version of which only the record is here. It stays where
+    and gone on from elsewhere; not to a version that has only its record here. It stays where
     the training went on in the target. Where a rollback of the target's own moved it last, it stays
     too, until the source goes on from just there, and past no version that the target has left.
 
@@ -384,7 +384,7 @@ def _metrics(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
 
 
 def unfit(target: Catalog, source: Catalog, runs: Iterable[str]) -> int:
-    """Return how many values of metrics the target has no room for, beside those of its own."""
+    """Return the number of metric values that the target has no room for."""
     count = 0
     for name in runs:
         if target.has_run(name) and source.has_run(name):
@@ -441,7 +441,7 @@ def _left(source: Catalog, here: str, head: str) -> bool:
 
 
 def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
-    """Return what notes that another store has versions; nothing if that is known.
+    """Return the operation that notes that another store has versions, if that is new.
 
     Of more than one operation takes, the first.
     """
@@ -483,7 +483,7 @@ def find_replica(catalog: Catalog, name: str) -> ReplicaInfo:
 
 
 def name_replica(catalog: Catalog, *, name: str, url: str, store: str) -> list[Op]:
-    """Return what gives a replica a name, or says that it is reached elsewhere now.
+    """Return the operation that gives a replica a name, or another location.
 
     Raises
     ------
@@ -513,7 +513,7 @@ def name_replica(catalog: Catalog, *, name: str, url: str, store: str) -> list[O
 
 
 def unname_replica(catalog: Catalog, name: str) -> list[Op]:
-    """Return what takes the name of a replica away.
+    """Return the operation that removes the name of a replica.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Retention: what becomes of each version of a run under a policy, and why. Pure planning.
+"""Retention: plans the fate of each version of a run under a policy, with reasons. Pure.
 
 A version is kept at the highest level that has a rule for it, never at more than it has, and not at
 all if no level has one. Whatever the rules say,
@@ -11,7 +11,7 @@ all if no level has one. Whatever the rules say,
 - a version whose tensors have no role ``weights`` is not reduced to them: nothing would be left.
 
 Versions that a rollback abandoned count for no rule but ``tagged``, ``abandoned`` and ``all``.
-A version of which only the record is left takes no place of ``last``, ``every`` and ``best`` at
+A version that has only its record takes no place of ``last``, ``every`` and ``best`` at
 the levels above. A plan that was carried out and is made again on what is left changes nothing.
 
 A policy that keeps the content of no version is refused, as a mistake.
@@ -52,7 +52,7 @@ _ORDER: Final[tuple[Fate, ...]] = ("gone", *LEVELS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of one version, and why."""
+    """The fate of one version, with its reasons."""
 
     version: Version
     fate: Fate
@@ -64,13 +64,13 @@ class Decision:
 
     @property
     def changes(self) -> bool:
-        """Whether anything becomes of it at all."""
+        """Whether the version changes."""
         return self.fate != self.version.level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What becomes of the versions of one run."""
+    """The fates of the versions of one run."""
 
     run: str
     policy: Policy | None
@@ -94,7 +94,7 @@ def plan(
     now_ms: int,
     free: Container[str] | None = None,
 ) -> list[RunPlan]:
-    """Return what becomes of each version of a run, or of all runs.
+    """Return the plan of a run, or of all runs.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def plan(
 def stored_policy(catalog: Catalog, run: str) -> Policy | None:
     """Return the policy that holds for a run: its own, the store's, or None.
 
-    One that has no rules, but encodings alone, leaves it to the other one what is kept.
+    A policy that has encodings alone leaves the rules to the other one.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def stored_policy(catalog: Catalog, run: str) -> Policy | None:
 
 
 def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
-    """Return what a run's saves are encoded in by its policy, or else by the store's.
+    """Return the encodings of a run's saves by its policy, or else by the store's.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def plan_run(
     now_ms: int,
     free: Container[str] | None = None,
 ) -> RunPlan:
-    """Return what becomes of each version of one run under a policy; as :func:`plan`.
+    """Return the plan of one run under a policy; as :func:`plan`.
 
     Raises
     ------
@@ -207,7 +207,7 @@ def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> lis
 def reclaimable(version: Version, fate: Fate) -> int:
     """Return the stored bytes of a version that are not kept for it at a level.
 
-    From the catalog alone: for levels that are written anew this is an estimate, which takes the
+    From the catalog alone: for levels that are written again this is an estimate, which takes the
     weights for float32; :mod:`ckptstore.maintenance.retention.rounding_report` has the measured
     bytes.
     """
@@ -222,7 +222,7 @@ def reclaimable(version: Version, fate: Fate) -> int:
 
 
 _WRITTEN_BITS: Final[dict[Fate, int]] = {"weights-bf16": 16, "weights-int8": 8}
-"""Bits of an element at the levels that are written anew; 32 is guessed for what is as it was."""
+"""Bits of an element at the levels that are written again; 32 is assumed for other weights."""
 
 
 def _untouched(
@@ -291,7 +291,7 @@ class _Planning:
         return RunPlan(run=self._run, policy=self.policy, decisions=decisions, refused=refused)
 
     def _held(self, version: Version, fate: Fate, reasons: list[str]) -> tuple[Fate, list[str]]:
-        """Return what holds for a version whatever the rules say."""
+        """Return the fate of a version that the rules cannot change."""
         if _ORDER.index(fate) >= _ORDER.index(version.level):
             return version.level, reasons
         held = []

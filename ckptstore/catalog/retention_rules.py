@@ -64,12 +64,12 @@ class View:
     """The run that rules are applied to, besides its versions."""
 
     directions: Mapping[str, Direction]
-    """Which way each metric of the run gets better."""
+    """Direction in which each metric of the run gets better."""
     now_ms: int
     """Milliseconds since 1970."""
 
     def age_s(self, version: Version) -> float:
-        """Return how old a version is, by its writer's clock."""
+        """Return the age of a version, by its writer's clock."""
         return self.now_ms / 1000 - version.created_at.timestamp()
 
 
@@ -150,7 +150,7 @@ class Best:
     count: int
     metric: str
     missing: Literal["keep", "drop"] = "drop"
-    """What becomes of versions that do not have the metric (yet). NaN is there, and never best."""
+    """The fate of versions without the metric (yet). NaN counts as a value, and is never best."""
 
     def __str__(self) -> str:
         """Return the rule as text."""

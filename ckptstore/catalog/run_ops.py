@@ -217,7 +217,7 @@ def pack_roles(roles: Mapping[str, RoleSizes]) -> dict[str, tuple[int, int, int]
 
 
 def ensure_run(catalog: Catalog, run: str, directions: Mapping[str, str]) -> list[Op]:
-    """Return what makes the run exist and know these directions: nothing, if that is so already.
+    """Return the operations that make the run exist and know these directions, where missing.
 
     Raises
     ------
@@ -255,7 +255,7 @@ def save(
     receipt: Mapping[str, float] | None = None,
     relies_on: Iterable[str] = (),
 ) -> list[Op]:
-    """Return what makes a version visible; its parent is the run's head at this moment.
+    """Return the operations that make a version visible; its parent is the run's head.
 
     The run is created where it does not exist. Manifest and packs must be durable already.
 
@@ -343,7 +343,7 @@ def sizes(roles: Mapping[str, RoleBytes]) -> dict[str, RoleSizes]:
 
 
 def annotate(catalog: Catalog, version: str, metrics: Mapping[str, object]) -> list[Op]:
-    """Return what adds metrics to a version, or replaces their values.
+    """Return the operation that adds metrics to a version, or replaces their values.
 
     Raises
     ------
@@ -366,7 +366,7 @@ def annotate(catalog: Catalog, version: str, metrics: Mapping[str, object]) -> l
 
 
 def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
-    """Return what points a tag of the run to a version; a tag of this name moves.
+    """Return the operation that points a tag of the run to a version; a tag of this name moves.
 
     Raises
     ------
@@ -385,7 +385,7 @@ def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
 
 
 def untag(catalog: Catalog, run: str, name: str, *, version: str | None = None) -> list[Op]:
-    """Return what takes a tag of the run away.
+    """Return the operation that removes a tag of the run.
 
     Parameters
     ----------

@@ -1,11 +1,11 @@
-"""Catalog snapshots in a store: when to write one, which to read, which to drop.
+"""Catalog snapshots in a store: writes, reads and drops them.
 
 A snapshot saves reading the log from its beginning and nothing else: a damaged one is skipped
 with a warning, one that cannot be written or dropped is only logged. None of this can change a
 result, because a snapshot counts only if the log's own commit of its number has its digest.
 
 Who writes: the one whose commit has a number that is due, which needs no agreement. Should that
-one die, whoever commits once ``SNAPSHOT_OVERDUE_PERIODS`` have passed does it.
+one die, the next to commit once ``SNAPSHOT_OVERDUE_PERIODS`` have passed does it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("ckptstore")
 
 
 def period(number: int) -> int:
-    """Return how many commits lie between two snapshots at this length of the log."""
+    """Return the number of commits between two snapshots at this length of the log."""
     commits = limits.SNAPSHOT_COMMITS_MIN
     while 2 * commits <= number * limits.SNAPSHOT_GROWTH:
         commits *= 2
@@ -32,7 +32,7 @@ def period(number: int) -> int:
 
 
 def due(number: int, last: int) -> bool:
-    """Say whether the writer of commit `number` writes a snapshot.
+    """Return whether the writer of commit `number` writes a snapshot.
 
     Parameters
     ----------

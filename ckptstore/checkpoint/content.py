@@ -1,4 +1,4 @@
-"""What a manifest says that a version holds: leaves and tensors; needs no torch and no data."""
+"""The content of a version by its manifest: leaves and tensors; needs no torch and no data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
-from ckptstore.objects.plan import Want
+from ckptstore.objects.plan import ReadItem
 
 __all__ = [
     "Content",
@@ -72,7 +72,7 @@ class ReadPieces(Protocol):
     def __call__(
         self,
         table: PieceTable,
-        wants: Sequence[Want],
+        items: Sequence[ReadItem],
         *,
         backend: Backend,
         options: Options,
@@ -93,7 +93,7 @@ class Content:
     labels: tuple[str, ...]
     """Per tensor record: the path that errors name it by."""
     hidden: frozenset[int] = frozenset()
-    """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.recipes`)."""
+    """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.tables`)."""
     read: ReadPieces | None = None
     """How its pieces are had, where the packs of the store alone may not do."""
 

@@ -49,7 +49,7 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import LimitError
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.names import encode_metadata
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.objects.sources import Source
 
 _log = logging.getLogger("ckptstore")
@@ -267,7 +267,7 @@ class _Work:
         hidden: Sequence[CodedSource],
         seen: Sequence[Sequence[int] | Sequence[bytes]],
     ) -> list[CodedSource]:
-        """Return hidden tensors each piece of which, when it is written, must be what was seen.
+        """Return hidden tensors whose pieces, when they are written, must be those that were seen.
 
         Parameters
         ----------

@@ -214,7 +214,7 @@ def _scales(elements: Elements, form: Form, start: int, out: memoryview) -> None
 def checked(
     payload: Payload, pieces: Sequence[int] | Sequence[bytes], length: int, name: str
 ) -> ComputedPayload:
-    """Return a payload that is asked for by pieces, each of which must be what was seen before.
+    """Return a payload that is read by pieces; each must be the one that was seen before.
 
     Bytes are copied first and compared then, so that they stay still. A piece that is another one
     raises a TornStateError.

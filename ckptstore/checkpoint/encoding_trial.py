@@ -14,10 +14,10 @@ from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.encodings.measuring import Difference, ValueRange
+from ckptstore.encodings.second_moments import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
 from ckptstore.objects.sources import Source
 
@@ -31,7 +31,7 @@ Key: TypeAlias = "tuple[bytes, str, tuple[int, ...], tuple[int, ...] | None, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a tensor is."""
+    """Digest, range and checksums of a tensor."""
 
     given: bytes
     """BLAKE3-256 of its bytes."""
@@ -41,11 +41,11 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What comes back of a tensor in a form, and what is stored of it."""
+class TrialResult:
+    """The tensor that a form gives back, and the pieces that it stores."""
 
     digest: bytes
-    """BLAKE3-256 of what comes back."""
+    """BLAKE3-256 of the bytes that come back."""
     difference: Difference
     pieces: tuple[Sequence[int], Sequence[int]]
     """XXH3-64 of each piece of the codes, and of the scales; of a cast the latter are none."""
@@ -79,7 +79,7 @@ def look(source: Source, step: int) -> TensorFacts:
 
 def measure(
     elements: Elements, form: Form, looked: TensorFacts, grids: tuple[int, int], name: str
-) -> Measured:
+) -> TrialResult:
     """Encode a tensor and restore it, keeping nothing of either.
 
     Parameters
@@ -115,7 +115,7 @@ def measure(
         if factors is not None:
             scales.update(factors)
         difference.add(elements.dtype, raw, restored)
-    return Measured(
+    return TrialResult(
         digest=hasher.digest(),
         difference=difference,
         pieces=(codes.checksums(), scales.checksums()),
@@ -144,7 +144,7 @@ def known_forms(parent: Manifest) -> dict[Key, Recipe]:
     return found
 
 
-def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: Measured) -> Recipe:
+def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: TrialResult) -> Recipe:
     """Return the recipe of a measured tensor; its sources are named later."""
     plain: dict[str, Any] = {
         "kind": form.kind,

@@ -1,7 +1,7 @@
 """Ranges of tensors: read from the pieces that hold them, or made from what they follow from.
 
 The one place that knows both. A tensor in pieces is decoded straight into its destination. One with
-a recipe (:mod:`ckptstore.format.recipes`) is made step by step, a step being a piece of its first
+a recipe (:mod:`ckptstore.format.tables`) is made step by step, a step being a piece of its first
 source: what it needs of the sources is read, many steps at a time, turned into elements in
 the destination, and dropped. Where all of a tensor is made, its bytes must have the digest that the
 recipe names. Needs no torch.
@@ -31,7 +31,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
 from ckptstore.objects.piece_reader import read_pieces
-from ckptstore.objects.plan import Want
+from ckptstore.objects.plan import ReadItem
 
 _SCALE_BYTES = 4
 
@@ -80,10 +80,10 @@ class _Part:
     ) -> None:
         manifest = content.manifest
         index, start, nbytes, out = part.index, part.start, part.nbytes, part.out
-        self.wants: list[Want] = []
+        self.items: list[ReadItem] = []
         """What must be read for them; whole pieces, some into memory of their own."""
         self.edge_bytes = 0
-        """Memory of pieces of which only a part is wanted."""
+        """Memory of pieces that are wanted only in part."""
         self._edges: list[tuple[memoryview, int]] = []
         self._start, self._out = start, out
         if not nbytes:
@@ -104,11 +104,11 @@ class _Part:
                 self.edge_bytes += stop - at
                 self._edges.append((memory, at))
             then = tuple(one.taking(piece) for one in following) if following else ()
-            self.wants.append(Want(row=base + piece, out=memory, label=label, then=then))
+            self.items.append(ReadItem(row=base + piece, out=memory, label=label, then=then))
             at = stop
 
     def finish(self) -> None:
-        """Bring what was read to where it goes; every want must have been read."""
+        """Bring what was read to where it goes; every item must have been read."""
         for memory, at in self._edges:
             assert self._out is not None  # noqa: S101  # for the type checker: edges go somewhere
             low = max(at, self._start)
@@ -194,7 +194,7 @@ def _read_ranges(
             ),
         )
         for derived in itertools.chain.from_iterable(following.values()):
-            check_made(content, derived.index, derived.made())
+            check_made(content, derived.index, derived.made(ready[derived.source]))
             note(derived.nbytes)
     if made:
         making = _Making(
@@ -241,10 +241,10 @@ def _read_parts(
     progress: ProgressCallback = silent,
 ) -> None:
     """Read some parts together, and bring them to where they go."""
-    wants = [want for part in parts for want in part.wants]
-    if wants:
+    items = [item for part in parts for item in part.items]
+    if items:
         read = content.read or read_pieces
-        read(content.manifest.pieces, wants, backend=backend, options=options, progress=progress)
+        read(content.manifest.pieces, items, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 
@@ -265,9 +265,9 @@ def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
 
 
 def check_made(content: Content, index: int, made: Hasher) -> None:
-    """Compare all bytes of a tensor that was made with what its recipe names.
+    """Compare the digest of a tensor that was made with the one that its recipe names.
 
-    :func:`read_ranges` does so for whole tensors; whoever asks for them in parts may call it.
+    :func:`read_ranges` does so for whole tensors; callers that read them in parts may call it.
 
     Raises
     ------

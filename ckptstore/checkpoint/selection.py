@@ -1,13 +1,14 @@
 """Selections of a version, as manifests of their own: some leaves, their tensors, their pieces.
 
 No tensor is read: those that stay keep their chunks where they lie. A tensor that stays and follows
-from others (:mod:`ckptstore.format.recipes`) brings these along: of bfloat16 weights that follow
+from others (:mod:`ckptstore.format.tables`) brings these along: of bfloat16 weights that follow
 from float32 ones of the optimizer, the float32 ones stay too, hidden. That may be more than the
 weights themselves would take; to keep these alone, write them. Needs no torch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,10 +20,9 @@ from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern
-from ckptstore.format.renames import Renames
+from ckptstore.format.renames import Renames, rename
 from ckptstore.format.roles import ROLES, RoleRules
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, prune
-from ckptstore.format.skeleton_edit import rename
 from ckptstore.model import RoleBytes
 
 BESIDE: Final = "pretrained"
@@ -31,14 +31,14 @@ BESIDE: Final = "pretrained"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is wanted of a version; nothing given: all of it."""
+    """The part of a version that is wanted; all of it by default."""
 
     include: Sequence[Pattern] | None = None
-    """Patterns of which a leaf must match one."""
+    """Patterns; a leaf must match one."""
     exclude: Sequence[Pattern] | None = None
-    """Patterns of which it must match none."""
+    """Patterns; it must match none."""
     roles: Sequence[str] | None = None
-    """Roles of which it must have one; values that are no tensors have one by convention."""
+    """It must have one of these roles; values that are no tensors have one by convention."""
     rename: Mapping[Pattern, Pattern] | None = None
     """Prefix to replacement; see :mod:`ckptstore.format.renames`."""
 
@@ -144,16 +144,13 @@ def part_of(
     kept = [*named, *sorted(changed.keys() - set(named))]
     places = {index: place for place, index in enumerate(kept)}
     records = tuple(_moved(manifest.tensors[n], changed[n], places) for n in kept)
-    first = [0]
-    for index in kept:
-        first.append(first[-1] + manifest.first[index + 1] - manifest.first[index])
     rows = [np.arange(manifest.first[i], manifest.first[i + 1], dtype=np.int64) for i in kept]
     part = Manifest(
         version=version or manifest.version,
         chunk_bytes=manifest.chunk_bytes,
         skeleton=skeleton.encode(renumbered(node, places)),
         tensors=records,
-        first=tuple(first),
+        first=tuple(itertools.accumulate(map(len, rows), initial=0)),
         pieces=manifest.pieces.take(np.concatenate([np.zeros(0, np.int64), *rows])),
     )
     read_content(part)  # a part that would not load is never written

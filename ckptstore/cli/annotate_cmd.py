@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ckptstore.cli.documents import metrics_document
-from ckptstore.cli.options import WriterOptions, parse_metrics
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import WriterOptions, parse_metrics
 from ckptstore.cli.text import metric_text
 
 

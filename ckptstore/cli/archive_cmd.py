@@ -11,10 +11,10 @@ import msgspec
 import typer
 
 from ckptstore.cli.archive_job import JobOptions, run_file
-from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import full_ref, opened_to_write
+from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, packs_text, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 

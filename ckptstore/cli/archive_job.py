@@ -99,13 +99,13 @@ class _Success:
     last_success: str = ""
     """When it began."""
     covered_until: str = ""
-    """What was saved before was old enough for it."""
+    """Time before which every saved version was old enough for that run."""
     target_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
-    """What a run leaves for others to read; None for what was not asked for."""
+    """Files that a run leaves for other programs; None where none is wanted."""
 
     report: Path | None = None
     metrics: Path | None = None

@@ -1,4 +1,4 @@
-"""Which versions are the best of their run, for tables that mark them."""
+"""The best versions of runs, for tables that mark them."""
 
 from __future__ import annotations
 

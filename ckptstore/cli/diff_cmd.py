@@ -10,10 +10,10 @@ import typer
 
 from ckptstore.cli.documents import metrics_document, name_document
 from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.options import CommonOptions, SourceOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions, SourceOptions
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:

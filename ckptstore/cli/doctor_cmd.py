@@ -8,17 +8,17 @@ import typer
 
 from ckptstore import limits
 from ckptstore.backends.registry import open_backend
-from ckptstore.cli.options import (
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.probe_table import advice, draw_findings
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import location
+from ckptstore.cli.store_options import (
     AsJson,
     Quiet,
     StorageOptions,
     StoreUrl,
     parse_storage_options,
 )
-from ckptstore.cli.output import Output, Screen
-from ckptstore.cli.probe_table import advice, draw_findings
-from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import location
 from ckptstore.cli.text import bytes_text, parse_bytes
 
 if TYPE_CHECKING:

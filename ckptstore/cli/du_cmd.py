@@ -9,10 +9,10 @@ import typer
 
 from ckptstore.cli.documents import objects_document, role_document
 from ckptstore.cli.du_shared import holding_of
-from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.maintenance.reports.usage import ObjectTotals, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version

@@ -15,12 +15,7 @@ from ckptstore.model import Version
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.reports.sharing import (
-        HeldBytes,
-        Share,
-        SharedUsage,
-        VersionSharing,
-    )
+    from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage, VersionSharing
 
 _VERSIONS = 10
 """Versions with which one shares that the text lists."""
@@ -102,12 +97,7 @@ def _store_document(usage: SharedUsage, shares: Sequence[Share], groups: _Groups
 
 
 def _draw_store(
-    screen: Screen,
-    *,
-    usage: SharedUsage,
-    shares: Sequence[Share],
-    groups: _Groups,
-    one_run: bool,
+    screen: Screen, *, usage: SharedUsage, shares: Sequence[Share], groups: _Groups, one_run: bool
 ) -> None:
     """Draw what each run or version holds, then what several runs need."""
     if one_run:
@@ -155,11 +145,7 @@ def _draw_version(screen: Screen, *, found: VersionSharing, catalog: Catalog) ->
 
 
 def _held(part: HeldBytes) -> dict[str, int]:
-    return {
-        "held_bytes": part.held,
-        "exclusive_bytes": part.exclusive,
-        "shared_bytes": part.shared,
-    }
+    return {"held_bytes": part.held, "exclusive_bytes": part.exclusive, "shared_bytes": part.shared}
 
 
 def _cells(part: HeldBytes) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ckptstore.catalog.replica_ops import find_replica
-from ckptstore.cli.options import SourceOptions
+from ckptstore.cli.store_options import SourceOptions
 from ckptstore.errors import InvalidInputError
 from ckptstore.replicas.places import PREFIX
 from ckptstore.store import Store

@@ -12,7 +12,7 @@ from ckptstore.errors import CkptStoreError
 
 EXIT_INTERRUPTED = errors.OperationCancelledError.exit_code
 EXIT_PIPE = 141
-"""What a shell reports for a program that SIGPIPE ended."""
+"""Exit code that a shell reports for a program that SIGPIPE ended."""
 
 EXIT_CODES: dict[int, str] = {
     0: "done",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptstore.cli.documents import name_document
-from ckptstore.cli.options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, version_text
 from ckptstore.errors import IntegrityError
 from ckptstore.model import Version

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.text import bytes_text, counted, listed
 
 _NAMED = 5

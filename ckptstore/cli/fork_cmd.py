@@ -11,9 +11,9 @@ import typer
 
 from ckptstore.cli.documents import version_document
 from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.options import PathOptions, SourceOptions, TargetOptions, WriterOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
+from ckptstore.cli.store_options import PathOptions, SourceOptions, TargetOptions, WriterOptions
 from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
@@ -84,11 +84,7 @@ def fork(
             )
             version = run.head
         assert version is not None  # noqa: S101  # a fork has a first version
-        document = {
-            "source": begun.id,
-            "to": to,
-            "version": version_document(version, head=True),
-        }
+        document = {"source": begun.id, "to": to, "version": version_document(version, head=True)}
         text = f"{version_is(version)}, from {version_text(begun)}: {saved_text(version, 'copied')}"
         output.tell(document, text, brief=version.id)
 

@@ -10,10 +10,10 @@ import typer
 
 from ckptstore import limits
 from ckptstore.catalog.retention_rules import duration_text
-from ckptstore.cli.options import DryRun, EngineOptions, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.store_options import DryRun, EngineOptions, WriterOptions
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, parse_wait, seconds_text
 
 if TYPE_CHECKING:
@@ -115,10 +115,7 @@ def _draw(screen: Screen, report: GcReport) -> None:
 
 def _done(report: GcReport) -> list[str]:
     would = "would be " if report.dry_run else ""
-    lines = [
-        f"{_all(report.condemned)} {would}condemned",
-        f"{_all(report.swept)} {would}deleted",
-    ]
+    lines = [f"{_all(report.condemned)} {would}condemned", f"{_all(report.swept)} {would}deleted"]
     packs = report.repacked
     if packs.packs_count:
         lines.append(

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ckptstore.cli.documents import version_document
-from ckptstore.cli.options import MetricValues, WriterOptions, parse_metrics
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.store_options import WriterOptions, parse_metrics
 from ckptstore.cli.text import saved_text, version_is
 from ckptstore.errors import InvalidInputError
 
@@ -21,7 +21,7 @@ def import_(
     run: Annotated[str, typer.Argument(metavar="RUN")],
     *,
     step: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
-    metric: MetricValues = None,
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
     lower: Annotated[list[str] | None, typer.Option("--min", metavar="NAME")] = None,
     higher: Annotated[list[str] | None, typer.Option("--max", metavar="NAME")] = None,
     tag: Annotated[list[str] | None, typer.Option(metavar="TAG")] = None,
@@ -44,6 +44,8 @@ def import_(
         The run; created if missing.
     step
         Step of the version; required, except for a folder of Transformers (0).
+    metric
+        A metric of the version. Repeatable.
     lower
         A lower value of this metric is better. Repeatable.
     higher

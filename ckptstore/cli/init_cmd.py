@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.probe_table import draw_findings
 from ckptstore.cli.session import location, vouching
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import bytes_text, parse_bytes
 from ckptstore.config import Options
 from ckptstore.format.superblock import Superblock

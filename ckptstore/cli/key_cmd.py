@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from ckptstore.backends.key_sources import make_key_file, read_key
-from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Output
 from ckptstore.cli.session import location, vouching
+from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import mend_keys, rotate_key
 

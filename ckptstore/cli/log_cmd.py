@@ -18,10 +18,10 @@ from ckptstore.catalog.state import Op
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.log_text import describe
 from ckptstore.cli.metric_history import draw_history, history_document
-from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import count_text, counted, time_text
+from ckptstore.cli.store_options import CommonOptions, Utc
+from ckptstore.cli.text import time_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store
 
@@ -78,22 +78,12 @@ def log(
             "commits": [_commit_document(commit) for commit in commits],
         }
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
-        if not catalog.number and not options.json:
-            output.note("no commits yet")
-        if run is None and len(commits) < catalog.number and not options.json:
-            shown = f"{count_text(len(commits))} of {counted(catalog.number, 'commit')}"
-            output.note(f"{shown}; --limit 0 shows all")
+        shown = len(commits) if run is None else catalog.number
+        output.note_rest(shown, catalog.number, "commit", lists="shows")
 
 
 def _metric(
-    output: Output,
-    store: Store,
-    run: str,
-    metric: str,
-    *,
-    limit: int,
-    plot: Path | None,
-    utc: bool,
+    output: Output, store: Store, run: str, metric: str, *, limit: int, plot: Path | None, utc: bool
 ) -> None:
     """Show the history of a metric, and optionally draw it to a file."""
     found = history(store.repo.refresh(), run, metric)
@@ -114,11 +104,8 @@ def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, ut
     document = {"store": store.url, "graph": tree.document() if output.as_json else {}}
     output.show(document, tree.draw)
     total = tree.catalog.versions_count
-    if not total and not output.as_json:
-        output.note("no versions yet")
-    if run is None and len(tree.versions) < total and not output.as_json:
-        shown = f"{count_text(len(tree.versions))} of {counted(total, 'version')}"
-        output.note(f"{shown}; --limit 0 shows all")
+    shown = len(tree.versions) if run is None else total
+    output.note_rest(shown, total, "version", lists="shows")
 
 
 def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list[Commit]:

@@ -31,7 +31,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Versions in the order in which they are drawn, and what is told of them."""
+    """Versions in the order in which they are drawn, with their marks."""
 
     catalog: Catalog
     versions: Sequence[Version]
@@ -211,7 +211,7 @@ def arranged(parents: Mapping[str, str], first: Mapping[str, int]) -> list[str]:
             roots.append(node)
     age = {node: place for place, node in enumerate(parents)}
     found: list[str] = []
-    # Roots are written before what is above them, and all of it turned round at the end.
+    # Each parent comes before its children; the list is reversed at the end.
     waiting = sorted(roots, key=lambda node: -age[node])
     while waiting:
         node = waiting.pop()
@@ -258,7 +258,7 @@ def rails(order: Sequence[str], parents: Mapping[str, str]) -> list[tuple[str, l
 
 
 def _joined(count: int, into: int, leaving: int) -> str:
-    """Draw ``count`` lines of which one goes over to another left of it; what is right follows."""
+    """Return ``count`` lines where one joins another to its left; those to its right move along."""
     line = [" "] * (2 * count - 1)
     for place in range(count):
         if place < leaving:

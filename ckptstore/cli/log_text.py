@@ -1,4 +1,4 @@
-"""What the operations of the log did, in words."""
+"""Descriptions of the operations of the log, for people."""
 
 from __future__ import annotations
 
@@ -144,4 +144,4 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     NameReplica: _replica,
     UnnameReplica: _replica,
 }
-"""What each operation did, in words."""
+"""Type of an operation to the function that describes it."""

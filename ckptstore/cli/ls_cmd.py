@@ -15,10 +15,10 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import run_document, state_marks, version_document
-from ckptstore.cli.options import CommonOptions, Utc
-from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import age_text, bytes_text, count_text, counted, metric_text, time_text
+from ckptstore.cli.store_options import CommonOptions, Utc
+from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
 from ckptstore.config import SYSTEM
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import RoleBytes, RunInfo, Version
@@ -71,16 +71,7 @@ def ls(
             utc=utc,
         )
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
-    if not options.json:
-        _note_rest(output, len(versions), total)
-
-
-def _note_rest(output: Output, shown: int, total: int) -> None:
-    if not total:
-        output.note("no versions yet")
-    elif shown < total:
-        text = f"{count_text(shown)} of {counted(total, 'version')}"
-        output.note(f"{text}; --limit 0 lists all")
+    output.note_rest(len(versions), total, "version")
 
 
 def _usual_metrics(runs: Sequence[RunInfo], versions: Sequence[Version]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How one metric of a run is drawn in a terminal: a line of blocks, and a table."""
+"""The history of a metric in a terminal: a line of blocks, and a table."""
 
 from __future__ import annotations
 

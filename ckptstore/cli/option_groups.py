@@ -90,7 +90,9 @@ def _described(parameter: inspect.Parameter, texts: Mapping[str, str]) -> inspec
 
 def _parameters(group: type) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    _, texts = _read(group.__doc__)
+    texts: dict[str, str] = {}
+    for one in reversed(group.__mro__):
+        texts |= _read(one.__doc__)[1]
     for field in fields(group):
         if field.default_factory is not MISSING:
             msg = f"{group.__name__}.{field.name} has a default factory, and options have defaults"

@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document, or text and tables for people. Never both.
+"""Output of a command: one JSON document, or text and tables for people. Never both.
 
 stdout holds the result and nothing else; notes, progress and errors go to stderr. rich is
 imported only when a table is printed.
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptstore.cli.text import printable
+from ckptstore.cli.text import count_text, counted, printable
 from ckptstore.errors import CkptStoreError
 
 if TYPE_CHECKING:
@@ -192,6 +192,14 @@ class Output:
         """
         quiet = () if brief is None else (brief,)
         self.show(document, lambda screen: screen.lines(quiet if self.quiet else lines))
+
+    def note_rest(self, shown: int, total: int, noun: str, *, lists: str = "lists") -> None:
+        """Print a remark below a text that shows only some of `total` items, or has none."""
+        if not total and not self.as_json:
+            self.note(f"no {noun}s yet")
+        elif shown < total and not self.as_json:
+            text = f"{count_text(shown)} of {counted(total, noun)}"
+            self.note(f"{text}; --limit 0 {lists} all")
 
     def note(self, text: str) -> None:
         """Print a remark to stderr, unless quiet."""

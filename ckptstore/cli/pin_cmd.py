@@ -8,8 +8,8 @@ import typer
 
 from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.cli.documents import name_document
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError
 
@@ -44,9 +44,7 @@ def pin(
             change = opening.unpin if delete else opening.pin
             found = [find_version(opening, ref) for ref in refs or ()]
             found = [change(f"#{version.id}") for version in found]
-        document = {
-            "versions": [{**name_document(v), "pinned": v.pinned} for v in found],
-        }
+        document = {"versions": [{**name_document(v), "pinned": v.pinned} for v in found]}
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
         lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]
         output.tell(document, *lines)

@@ -1,4 +1,4 @@
-"""What a probe found out about a storage, drawn for people."""
+"""Findings of a probe of a storage, drawn for people."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.options import DryRun, SourceOptions, WriterOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
 from ckptstore.cli.session import location, opened_for, opened_place, opened_to_write, vouching
+from ckptstore.cli.store_options import DryRun, SourceOptions, WriterOptions
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
 from ckptstore.replicas.places import PREFIX

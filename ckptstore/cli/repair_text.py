@@ -1,4 +1,4 @@
-"""What a repair did, as a document and for people."""
+"""Report of a repair, as a document and for people."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def repair_document(
 
 
 def draw_superblock(screen: Screen, found: SuperblockFinding) -> None:
-    """Print what is wrong with the record that a store is opened by."""
+    """Print the damage of the superblock, the record that opens a store."""
     screen.line(found.why)
     if not found.mended:
         screen.line(f"{found.key} is {found.what}: nothing else can be done before", "bold red")
@@ -46,7 +46,7 @@ def _draw_origin(screen: Screen, found: SuperblockFinding) -> None:
 
 
 def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFinding | None) -> None:
-    """Print what was mended and what is lost."""
+    """Print the mended and the lost parts."""
     if superblock is not None:
         _draw_origin(screen, superblock)
     rows = [*_commit_rows(report), *_version_rows(report)]

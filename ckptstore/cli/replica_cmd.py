@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptstore.cli.options import TargetOptions, WriterOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.store_options import TargetOptions, WriterOptions
 from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
 

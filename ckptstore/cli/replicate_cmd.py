@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptstore.cli.options import DryRun, EngineOptions, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened_to_write, vouching
+from ckptstore.cli.store_options import DryRun, EngineOptions, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.model import Version

@@ -10,10 +10,10 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, counted, freed_later, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.retention.retain import RetainReport

@@ -10,10 +10,10 @@ import typer
 
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.cli.documents import name_document
-from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
+from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, freed_later
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.maintenance.retention.remove import Removal

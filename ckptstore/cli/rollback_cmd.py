@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import listed, version_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What rounding made of the weights of a version, in JSON and in a cell of a table."""
+"""Errors of rounded weights of a version, as a document and as a cell of a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckptstore.maintenance.retention.rounding_report import Rounding
 
 
 def rounding_document(rounding: Rounding | None) -> dict[str, Any] | None:
-    """Return what is known of it; None where no weights were read."""
+    """Return errors and bytes of a rounding; None where no weights were read."""
     if rounding is None:
         return None
     return {

@@ -7,13 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ckptstore.cli.options import CommonOptions, WriterOptions
-from ckptstore.errors import (
-    InvalidInputError,
-    NotFoundError,
-    RunNotFoundError,
-    UnsafeBackendError,
-)
+from ckptstore.cli.store_options import CommonOptions, WriterOptions
+from ckptstore.errors import InvalidInputError, NotFoundError, RunNotFoundError, UnsafeBackendError
 from ckptstore.model import Version
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import Store, open_store

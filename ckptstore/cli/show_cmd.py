@@ -14,9 +14,9 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import name_document, replica_names, state_marks, version_document
-from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions, Utc
 from ckptstore.cli.text import (
     age_text,
     bytes_text,

@@ -9,10 +9,10 @@ import typer
 
 from ckptstore.cli.documents import objects_document, role_document
 from ckptstore.cli.du_shared import draw_shares, shares_document
-from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
+from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, count_text, counted
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.errors import InvalidInputError
 
 

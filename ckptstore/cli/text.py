@@ -1,4 +1,4 @@
-"""How numbers, times and names are written for people; pure functions."""
+"""Numbers, times and names as text for people; pure functions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def count_text(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count and what is counted, given in the singular: ``1 pack``, ``1,200 packs``."""
+    """Return a count and its noun, given in the singular: ``1 pack``, ``1,200 packs``."""
     return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
 
 

@@ -9,10 +9,10 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.text import packs_text, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ckptstore.cli.documents import name_document
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import full_ref, opened_to_write
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.model import Version

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import EngineOptions, WriterOptions, open_options
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
 from ckptstore.cli.session import find_version, is_run_name, opened_for, opened_to_write
+from ckptstore.cli.store_options import EngineOptions, WriterOptions, open_options
 from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
 from ckptstore.model import Version
@@ -195,11 +195,7 @@ def _problem_document(problem: Problem) -> dict[str, object]:
 
 
 def _draw(
-    screen: Screen,
-    report: VerifyReport,
-    healed: Sequence[tuple[str, RepairReport]],
-    *,
-    quiet: bool,
+    screen: Screen, report: VerifyReport, healed: Sequence[tuple[str, RepairReport]], *, quiet: bool
 ) -> None:
     if report.problems:
         _draw_problems(screen, report)
@@ -258,4 +254,4 @@ _NOTICES: Final = {
     ),
     "unknown": ("is not ckptstore's", "are not ckptstore's"),
 }
-"""What to say of one and of several objects that no version needs; none of it is damage."""
+"""Kind of object that no version needs to its text, for one and for several; none is damage."""

@@ -1,4 +1,4 @@
-"""What a codec is: chunk bytes to fewer bytes and back, always lossless.
+"""The interface of codecs: chunk bytes to fewer bytes and back, always lossless.
 
 A codec never sees a chunk id: the id is the digest of the bytes *before* the codec, so codecs
 change without losing sharing. Instances hold no state between calls; every method may be called

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.codecs import plane_layout as layouts
 from ckptstore.codecs.codec import CodecError, Part
@@ -25,9 +24,7 @@ from ckptstore.codecs.differences import (
     DeltaForm,
     join,
     plane_bytes,
-    planes_of,
     split,
-    words_of,
 )
 from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 from ckptstore.codecs.planes import read_planes, stored_planes
@@ -39,7 +36,7 @@ _HALVES: Final = 2
 _FORM_BYTES: Final = 2
 
 # Parts of a chunk, and their length, from which its size is estimated. Source: 64 KiB of 4 MiB are
-# within 1.5% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
+# within 3.1% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
 # The same for an order of elements: zstd has to find some blocks of each exponent, as it will in
@@ -153,7 +150,7 @@ ARRANGED: Final = Delta(4, "arranged delta", arranged=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What a chunk is expected to take, in bytes."""
+    """Bytes that a chunk is expected to take."""
 
     full_bytes: int
     """By itself."""
@@ -186,8 +183,8 @@ def _best(
     raw: memoryview, base: memoryview, layout: Layout, forms: Sequence[DeltaForm]
 ) -> tuple[int, DeltaForm]:
     """Return the bytes of the planes, and the form among some of one order that pays best."""
-    words = words_of(layout, raw, base, grouped=forms[0].grouped)
-    sizes = {form: _planes_bytes(layout, words, form) for form in forms}
+    planes = {form: split(layout, raw, base, form) for form in forms}
+    sizes = {form: sum(map(len, stored_planes(planes[form], local=form.grouped))) for form in forms}
     best = min(forms, key=lambda form: sizes[form] / _gain(form))
     return sizes[best], best
 
@@ -207,11 +204,6 @@ def _gain(form: DeltaForm) -> float:
     """Return what a form has to come down to, for each byte of the differences as they are."""
     slow = _SLOW_GAIN ** (form.grouped + form.halves)
     return slow * _TURN_GAIN if form.turn else slow
-
-
-def _planes_bytes(layout: Layout, words: npt.NDArray[Any], form: DeltaForm) -> int:
-    planes = stored_planes(planes_of(layout, words, form), local=form.grouped)
-    return sum(map(len, planes))
 
 
 def _sample(data: memoryview, layout: Layout, part_bytes: int) -> memoryview:

@@ -3,7 +3,7 @@
 Floats are compared as *ordered integers*: their bits, so mapped that neighbouring floats are
 neighbouring integers, whatever their signs and exponents. One step of an optimizer moves a weight
 by few of them. The difference, modulo the width of the element, is folded so that small negative
-numbers are small too (zigzag), and split into byte planes, of which the upper ones are almost all
+numbers are small too (zigzag), and split into byte planes, and the upper ones are almost all
 zeros. Integers are compared as they are. Exact for every bit pattern: every step is a bijection.
 
 Three things may be done to the folded differences (`DeltaForm`). They may be turned left by some
@@ -47,7 +47,7 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaForm:
-    """What is done to folded differences before they are split."""
+    """Transformation of folded differences before they are split."""
 
     grouped: bool = False
     """Whether each run is in the order of its base's exponents; of floats only."""
@@ -83,30 +83,6 @@ class _DifferenceBuffers(threading.local):
 
 
 _scratch = _DifferenceBuffers()
-
-
-def words_of(layout: Layout, raw: memoryview, base: memoryview, *, grouped: bool) -> Words:
-    """Return the folded differences of all elements, in a new array.
-
-    Parameters
-    ----------
-    raw, base
-        C-contiguous, of one length, a whole number of elements; only read.
-    """
-    item = ITEM_BYTES[layout]
-    found = np.empty(len(raw) // item, f"<u{item}")
-    for part, words in _folded(layout, raw, base, grouped=grouped):
-        found[part] = words
-    return found
-
-
-def planes_of(layout: Layout, words: Words, form: DeltaForm) -> list[U8]:
-    """Return the planes of folded differences that are in the order that `form` says."""
-    turned = words.copy()
-    _turn(turned, form.turn)
-    planes = [np.empty(size, np.uint8) for size in plane_bytes(layout, words.size, form)]
-    _split(turned, planes, 0, form)
-    return planes
 
 
 def split(layout: Layout, raw: memoryview, base: memoryview, form: DeltaForm = PLAIN) -> list[U8]:

@@ -1,4 +1,4 @@
-"""How the bytes of an element are split into planes, so that alike bytes stand together.
+"""Layouts: splits the bytes of elements into planes, so that alike bytes stand together.
 
 Only the exponents of trained floats compress (the mantissas are noise); a plane that holds them
 alone shrinks to about a third, while byte-wise compression of whole floats gains almost nothing.
@@ -105,13 +105,17 @@ def split(layout: Layout, raw: memoryview) -> list[U8]:
         return _split_float32(np.frombuffer(raw, np.dtype("<u4")))
     if layout is Layout.FLOAT16:
         return _split_float16(np.frombuffer(raw, np.dtype("<u2")))
-    if layout is Layout.FLOAT64:
-        bits = np.frombuffer(raw, np.dtype("<u8"))
-        turned = (bits << np.uint64(1)) | (bits >> np.uint64(63))
-        return [np.ascontiguousarray(turned.view(np.uint8)[k::8]) for k in range(7, -1, -1)]
-    item = ITEM_BYTES[layout]
     octets = np.frombuffer(raw, np.uint8)
-    return [np.ascontiguousarray(octets[k::item]) for k in range(item)]
+    if layout is Layout.FLOAT64:
+        bits = octets.view(np.dtype("<u8"))
+        octets = ((bits << np.uint64(1)) | (bits >> np.uint64(63))).view(np.uint8)
+    return [np.ascontiguousarray(octets[k :: ITEM_BYTES[layout]]) for k in _places(layout)]
+
+
+def _places(layout: Layout) -> range:
+    """Return where in an element the byte of each plane lies."""
+    places = range(ITEM_BYTES[layout])
+    return places[::-1] if layout is Layout.FLOAT64 else places
 
 
 def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
@@ -129,16 +133,13 @@ def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
         _join_float32(arrays, np.frombuffer(out, np.dtype("<u4")))
     elif layout is Layout.FLOAT16:
         _join_float16(arrays, np.frombuffer(out, np.dtype("<u2")))
-    elif layout is Layout.FLOAT64:
-        bits = np.frombuffer(out, np.dtype("<u8"))
-        octets = bits.view(np.uint8)
-        for place, plane in zip(range(7, -1, -1), arrays, strict=True):
-            octets[place::8] = plane
-        bits[:] = (bits >> np.uint64(1)) | (bits << np.uint64(63))
     else:
         octets = np.frombuffer(out, np.uint8)
-        for place, plane in enumerate(arrays):
+        for place, plane in zip(_places(layout), arrays, strict=True):
             octets[place :: len(arrays)] = plane
+        if layout is Layout.FLOAT64:
+            bits = octets.view(np.dtype("<u8"))
+            bits[:] = (bits >> np.uint64(1)) | (bits << np.uint64(63))
 
 
 # The float paths are shifts and casts, which NumPy runs with vector instructions: 1.0 ms to split

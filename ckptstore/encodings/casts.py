@@ -1,7 +1,7 @@
-"""Float formats as bits: how an element of one becomes an element of another, on any machine alike.
+"""Float formats as bits, and casts between them that are the same on any machine.
 
 Rounding is to nearest, ties to even; infinities and the sign of zero are kept. Where a NaN has to
-be made anew it is the quiet one of its sign, since processors differ in what else they keep of it.
+be made it is the quiet one of its sign, since processors differ in what else they keep of it.
 ``float64`` becomes a narrower type by way of ``float32``, as in torch. What is too large becomes
 infinite, and in ``float8_e4m3fn``, which has no infinity, its largest value. All of it is as in
 torch 2.13, bit for bit, NaN apart (older ones make NaN of what is too large for
@@ -36,13 +36,6 @@ FLOATS: Final[Mapping[str, int]] = {
 }
 """Bytes of an element of each format that there are casts for, by torch's name."""
 
-_RAW: Final[Mapping[int, np.dtype[Any]]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-    8: np.dtype("<u8"),
-}
-
 _QUIET: Final = {
     "bfloat16": np.uint16(0x7FC0),
     "float16": np.uint16(0x7E00),
@@ -62,7 +55,7 @@ _UNIT32: Final = 2.0**-149
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
     """Return the unsigned integer that holds an element of a format; little-endian."""
-    return _RAW[FLOATS[dtype]]
+    return np.dtype(f"<u{FLOATS[dtype]}")
 
 
 class ByteTable:
@@ -222,7 +215,7 @@ def _widened64(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 def _signs(values: npt.NDArray[np.float32], bits: int) -> Raw:
     """Return the sign of each value, where an element of so many bits has it."""
-    signs: Raw = np.signbit(values).astype(_RAW[bits // 8])
+    signs: Raw = np.signbit(values).astype(f"<u{bits // 8}")
     signs <<= signs.dtype.type(bits - 1)
     return signs
 

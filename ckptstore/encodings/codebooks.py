@@ -7,7 +7,7 @@ approximations for parallelism in deep learning", arXiv:1511.04561, section 2.3,
 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.2, use it for the
 states of optimizers: seven decades below 1, each cut evenly, the top one finest. Decade ``e`` of 0
 to 6 reaches from ``10**(e - 7)`` to ``10**(e - 6)`` and has ``2**e`` equal parts a sign (twice as
-many where there is no sign), each of which stands for its middle; with 0 and 1 these are 256
+many where there is no sign), and each part stands for its middle; with 0 and 1 these are 256
 values. Codes are ``uint8``, the places of the values in ascending order.
 
 Block-wise quantization is as in Dettmers et al. 2022, section 2.1: blocks of elements as codes of
@@ -87,7 +87,7 @@ _CELL_BITS: Final = 16
 
 
 def scales_of(values: Values, block: int) -> Values:
-    """Return the scale of each block, the last of which may be shorter.
+    """Return the scale of each block; the last block may be shorter.
 
     Parameters
     ----------

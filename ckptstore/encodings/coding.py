@@ -41,7 +41,7 @@ class Coded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What an encoding means for a tensor, as far as bits go: that of a recipe.
+    """The bits that an encoding means for a tensor: those of a recipe.
 
     Two forms that are equal make equal codes of equal elements.
     """

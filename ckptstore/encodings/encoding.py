@@ -1,4 +1,4 @@
-"""What a rule asks for: the name of a form, its options, and the error that it may make."""
+"""Encodings: the name of a form, its options, and the error that it may make."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HINT: Final = 'such as "bf16", "int8:block=64" or "bf16:rel_l2=0.004"'
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How tensors are to be stored, and the error that is allowed.
+    """Form in which tensors are stored, and the error that is allowed.
 
     Its text is the name and, after a colon, options: ``"int8:block=64,rel_l2=0.01"``.
 

@@ -1,18 +1,19 @@
-"""Which tensors of a state are to be stored in fewer bytes: patterns and roles, the first wins."""
+"""Rules by which tensors are stored in fewer bytes: patterns and roles, the first wins."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ckptstore import limits
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.encoding import CASTS, LOSSLESS, Encoding
+from ckptstore.encodings.second_moments import is_second_moment, loses_small
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.roles import ROLES
 
@@ -24,41 +25,6 @@ that matches counts.
 """
 
 _ROLE: Final = "role:"
-# Sums or averages of squares, by the names that optimizers give them. Sources: torch.optim of torch
-# 2.13 (Adam and its kin: exp_avg_sq, max_exp_avg_sq; RMSprop, Adadelta: square_avg, acc_delta;
-# Adagrad: sum; Adamax: exp_inf), Adafactor of transformers (exp_avg_sq_row, exp_avg_sq_col), and
-# optax and papers (v, nu).
-_SQUARES: Final = re.compile(r"(?:\w*_)?exp_avg_sq(?:_\w+)?|square_avg|acc_delta|second_moments?")
-_SQUARES_OF_OPTIMIZERS: Final = frozenset(
-    ["v", "vt", "v_t", "nu", "sum", "exp_inf", "v_row", "v_col", "vr", "vc"]
-)
-_ZEROING: Final = frozenset(["int8", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
-"""Forms in which what is small beside its neighbours, or by itself, becomes 0."""
-
-
-class EncodingTarget(NamedTuple):
-    """One tensor that rules are asked about."""
-
-    path: Path
-    role: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def is_second_moment(path: Path, role: str) -> bool:
-    """Return whether a tensor is, by its name, what an optimizer divides its step by."""
-    name = path[-1] if path else ""
-    if not isinstance(name, str):
-        return False
-    name = name.rpartition(".")[2]  # keys of flat states are paths themselves
-    if _SQUARES.fullmatch(name):
-        return True
-    return role == "optimizer" and name in _SQUARES_OF_OPTIMIZERS
-
-
-def loses_small(encoding: Encoding) -> bool:
-    """Return whether a form makes zeros of small elements: then it is no form to divide by."""
-    return encoding.name in _ZEROING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +35,8 @@ class _Rule:
     """None for a rule of a role."""
     role: str = ""
 
-    def takes(self, target: EncodingTarget) -> bool:
-        return target.role == self.role if self.matches is None else self.matches(target.path)
+    def takes(self, path: Path, role: str) -> bool:
+        return role == self.role if self.matches is None else self.matches(path)
 
 
 class EncodingRules:
@@ -108,7 +74,7 @@ class EncodingRules:
                 raise InvalidInputError(msg)
         return {str(rule.pattern): str(rule.encoding) for rule in self._rules}
 
-    def wishes(self, targets: Sequence[EncodingTarget]) -> dict[int, Encoding]:
+    def wishes(self, tensors: Sequence[tuple[Path, TensorRecord]]) -> dict[int, Encoding]:
         """Return which tensors are to be stored in which lossy form, by their places.
 
         Left out, and so stored as they are: what no rule or a ``lossless`` one takes; what is no
@@ -124,15 +90,15 @@ class EncodingRules:
         """
         found: dict[int, Encoding] = {}
         used: set[int] = set()
-        for place, target in enumerate(targets):
+        for place, (path, record) in enumerate(tensors):
             for number, rule in enumerate(self._rules):
-                if rule.takes(target):
+                if rule.takes(path, record.role):
                     used.add(number)
-                    if _wanted(rule, target):
+                    if _wanted(rule, path, record):
                         found[place] = rule.encoding
                     break
         for number, rule in enumerate(self._rules):
-            if number not in used and not rule.role and targets:
+            if number not in used and not rule.role and tensors:
                 _log.warning("the encoding %s of %r takes no tensor", rule.encoding, rule.pattern)
         return found
 
@@ -155,20 +121,20 @@ def _rule(pattern: Pattern, value: Encoding | str) -> _Rule:
     return _Rule(pattern=pattern, encoding=encoding, matches=PathFilter([pattern]))
 
 
-def _wanted(rule: _Rule, target: EncodingTarget) -> bool:
+def _wanted(rule: _Rule, path: Path, record: TensorRecord) -> bool:
     """Return whether a rule that takes a tensor changes how it is stored."""
     encoding = rule.encoding
-    if encoding.name == LOSSLESS or target.role == "rng" or target.dtype not in FLOATS:
+    if encoding.name == LOSSLESS or record.role == "rng" or record.dtype not in FLOATS:
         return False
-    if loses_small(encoding) and is_second_moment(target.path, target.role):
-        raise _unsafe(rule, target)
-    if math.prod(target.shape) < limits.ENCODED_ELEMENTS_MIN:
+    if loses_small(encoding) and is_second_moment(path, record.role):
+        raise _unsafe(rule, path)
+    if math.prod(record.shape) < limits.ENCODED_ELEMENTS_MIN:
         return False
-    return FLOATS[target.dtype] > FLOATS[CASTS.get(encoding.name, "float8_e5m2")]
+    return FLOATS[record.dtype] > FLOATS[CASTS.get(encoding.name, "float8_e5m2")]
 
 
-def _unsafe(rule: _Rule, target: EncodingTarget) -> UnsafeEncodingError:
-    name = path_text(target.path)
+def _unsafe(rule: _Rule, path: Path) -> UnsafeEncodingError:
+    name = path_text(path)
     msg = (
         f"{name!r} would be stored as {rule.encoding} by the rule {rule.pattern!r}: small second "
         "moments become 0 there, and the optimizer divides by their root"

@@ -1,4 +1,4 @@
-"""What a tensor is, and how far what comes back is from it."""
+"""The range of a tensor's elements, and the error of a tensor that is restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TINY: Final = 2.0**-100
 
 @dataclass(slots=True)
 class ValueRange:
-    """What the elements of a tensor are between; grows with each :meth:`add`."""
+    """Range of the elements of a tensor; grows with each :meth:`add`."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -55,7 +55,7 @@ class ValueRange:
 
 @dataclass(slots=True)
 class Difference:
-    """How far what comes back is from what was given, over finite elements; grows as it is fed."""
+    """Difference of a restored tensor to the given one, over finite elements; grows when fed."""
 
     largest: float = 0.0
     squares: float = 0.0

@@ -1,9 +1,9 @@
-"""A task on its way to another process, and what comes back.
+"""Pickles of tasks and of their results, on their way between processes.
 
-Both are pickles between processes of one user, over a socket of this machine or a scheduler that
-the user has named and trusts with everything; nothing of it is ever stored. Tasks are pickled here
-rather than by the executor: what cannot travel is then said in words, and a function is always
-found by its name in the installed package, never sent as code.
+They travel between processes of one user, over a socket of this machine or a scheduler that the
+user has named and trusts with everything, and are never stored. Tasks are pickled here rather than
+by the executor: an error then names a value that cannot travel, and a function is always found by
+its name in the installed package, never sent as code.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Shared(Generic[T]):
 
     @classmethod
     def portable(cls, value: T, what: str) -> Shared[T]:
-        """Return a value with its pickle.
+        """Return a value with its pickle; `what` is its name in errors.
 
         Raises
         ------
         InvalidInputError
-            It cannot be sent to another process; `what` names it.
+            It cannot be sent to another process.
         """
         try:
             return cls(value, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
@@ -73,14 +73,14 @@ def _shared(data: bytes) -> Shared[Any]:
 
 
 def packed(function: Callable[[T], R], task: T) -> bytes:
-    """Return a call as it travels.
+    """Return the pickle of a call.
 
     Raises
     ------
     InvalidInputError
         The function or the task cannot be sent to another process.
     LimitError
-        It is larger than any task should be.
+        It is larger than a task may be.
     """
     try:
         body = pickle.dumps((function, task), pickle.HIGHEST_PROTOCOL)
@@ -96,12 +96,12 @@ def packed(function: Callable[[T], R], task: T) -> bytes:
 def run_packed(data: bytes, number: str = "") -> bytes:
     """Run a call in this process; return its result or its error, for :func:`unpacked`.
 
-    Never raises but what ends the process.
+    Raises only what ends the process.
 
     Parameters
     ----------
     number
-        Makes each call another one, for executors that take equal calls for the same.
+        Makes calls different, for executors that run equal calls once.
     """
     del number
     try:
@@ -116,13 +116,7 @@ def run_packed(data: bytes, number: str = "") -> bytes:
 
 
 def _taken(body: bytes) -> tuple[Callable[[Any], Any], Any]:
-    """Return function and task.
-
-    Raises
-    ------
-    StorageError
-        Something that they need is not installed here.
-    """
+    """Return function and task; raise StorageError if a module that they need is missing here."""
     try:
         function, task = pickle.loads(body)  # noqa: S301 - see the module
     except Exception as error:
@@ -133,7 +127,7 @@ def _taken(body: bytes) -> tuple[Callable[[Any], Any], Any]:
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401 - whatever the function returned
-    """Return what a call returned, or raise what it raised."""
+    """Return the result of a call, or raise its error."""
     fine, value = pickle.loads(data)  # noqa: S301 - see the module
     if fine:
         return value
@@ -141,7 +135,7 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401 - whatever the function return
 
 
 def _packed_error(error: Exception) -> bytes:
-    """Return an error as it survives the trip; one that does not is told by its text."""
+    """Return the pickle of an error; of one that cannot be pickled, that of its text."""
     if not isinstance(error, CkptStoreError):
         error.add_note("in a worker:\n" + "".join(traceback.format_exception(error)))
     try:
@@ -160,5 +154,5 @@ def _version() -> str:
 
 
 def _brief(error: Exception) -> str:
-    """Return kind and text of an error in one line, without what a storage option may hold."""
+    """Return the kind of an error and the beginning of the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

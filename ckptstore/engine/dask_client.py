@@ -140,16 +140,11 @@ def connected(address: str, most: int) -> Iterator[DaskPool]:
     StorageError
         No scheduler answers, or it has no workers.
     """
-    distributed = _distributed()
-    try:
-        client = distributed.Client(
-            address, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False, name="ckptstore"
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        msg = f"no Dask scheduler answers at {address}: {error}"
-        raise StorageError(
-            msg, hint="a scheduler prints its address when it starts: dask scheduler"
-        ) from (error)
+    client = _client(
+        address,
+        f"no Dask scheduler answers at {address}",
+        hint="a scheduler prints its address when it starts: dask scheduler",
+    )
     with _closing(client):
         try:
             client.wait_for_workers(1, timeout=limits.ENGINE_WORKERS_WAIT_S)
@@ -201,14 +196,21 @@ def _start_local(workers: int, stack: ExitStack) -> Client:
         msg = f"Dask cannot start workers on this machine: {error}"
         raise StorageError(msg, hint="use the engine processes") from error
     stack.enter_context(_closing(cluster))
+    msg = "the Dask scheduler of this machine does not answer"
+    client = _client(cluster, msg, hint="use the engine processes")
+    stack.enter_context(_closing(client))
+    return client
+
+
+def _client(scheduler: Any, msg: str, *, hint: str) -> Client:  # noqa: ANN401 - address or cluster
+    """Return a client of a scheduler, or raise StorageError with the message and hint."""
+    distributed = _distributed()
     try:
         client: Client = distributed.Client(
-            cluster, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False
+            scheduler, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False, name="ckptstore"
         )
-    except (OSError, RuntimeError) as error:
-        msg = f"the Dask scheduler of this machine does not answer: {error}"
-        raise StorageError(msg, hint="use the engine processes") from error
-    stack.enter_context(_closing(client))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StorageError(f"{msg}: {error}", hint=hint) from error
     return client
 
 

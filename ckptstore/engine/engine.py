@@ -1,8 +1,8 @@
-"""Runs many small tasks somewhere, a bounded number at a time, and brings their results back.
+"""Engines: run many small tasks, a bounded number at a time, and return their results.
 
-A task is a function of a module and one argument; both are pickled where tasks run in other
-processes. It may run twice, and must do no harm then. Results should be small. Only the caller, the
-coordinator, decides anything on them: tasks never commit.
+A task is a function of a module and one argument; both are pickled for tasks in other processes. A
+task may run twice, so repeating it must do no harm. Results should be small. The caller, the
+coordinator, makes all decisions on them: tasks never commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 THREADS: Final = "threads"
-"""The engine of those who name none."""
+"""Name of the default engine."""
 
 EngineSpec = str | Executor
 """``threads``, ``processes``, ``dask:local``, ``dask://HOST:PORT``, ``tls://HOST:PORT``, or any
@@ -49,7 +49,7 @@ class _Flight(Generic[T]):
 
 
 class Engine:
-    """Made by :func:`open_engine`; owned by one thread."""
+    """Runs tasks in one pool. Made by :func:`open_engine`; owned by one thread."""
 
     def __init__(self, name: str, pool: Pool, environment: Environment = SYSTEM) -> None:
         self.name = name
@@ -63,14 +63,14 @@ class Engine:
 
     @property
     def workers(self) -> int:
-        """How many tasks run at once, at this moment; 1 or more."""
+        """Number of tasks that run at once, at this moment; 1 or more."""
         return max(1, self._pool.workers())
 
     @property
     def sharing(self) -> int:
-        """How many of them share the memory of one machine, as far as is known; 1 or more.
+        """Number of them that share the memory of one machine, as far as is known; 1 or more.
 
-        What a task may hold is the budget of the store divided by this.
+        A task may hold the memory budget of the store divided by this number.
         """
         return max(1, self._pool.sharing())
 
@@ -84,12 +84,12 @@ class Engine:
         )
 
     def share(self, value: T, what: str) -> Shared[T]:
-        """Wrap what many tasks hold, so that each process makes it once.
+        """Wrap a value that many tasks hold, so that each process makes it once.
 
         Parameters
         ----------
         what
-            Its name, for people.
+            Its name in errors.
 
         Raises
         ------
@@ -130,10 +130,10 @@ class Engine:
     def map_unordered(
         self, function: Callable[[T], R], tasks: Iterable[T]
     ) -> Iterator[tuple[T, R]]:
-        """Yield tasks with their results as they come.
+        """Yield tasks with their results, in the order in which they finish.
 
-        `tasks` is taken from as there is room: a generator may plan as it goes. Whoever closes the
-        iterator, or leaves it by an error, drops the tasks that have not begun.
+        Tasks are taken from `tasks` only as there is room, so that a generator can plan as it goes.
+        Closing the iterator, or an error, drops the tasks that have not begun.
 
         Parameters
         ----------
@@ -143,12 +143,11 @@ class Engine:
         Raises
         ------
         WorkerDiedError
-            A task was tried ``TASK_TRIES_MAX`` times and its worker died each time; or no worker
-            is left.
+            The worker of a task died ``TASK_TRIES_MAX`` times; or no worker is left.
         InvalidInputError
             A task cannot be sent to another process.
         CkptStoreError
-            Whatever `function` raised, of the first task that failed.
+            The error of `function`, of the first task that failed.
         """
         for _, task, result in self._run(function, tasks, {}):
             yield task, result
@@ -184,7 +183,7 @@ class Engine:
                 future.cancel()
 
     def _again(self, flight: _Flight[T], error: WorkerDiedError) -> None:
-        """Count a try; raise if there are no more."""
+        """Count a try; raise WorkerDiedError after the last one."""
         if not self._pool.recovers(error):
             raise error
         if flight.tries == limits.TASK_TRIES_MAX:
@@ -194,11 +193,11 @@ class Engine:
         flight.tries += 1
 
     def _wait(self, pending: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """Return futures that are done; raise if there is no one to finish any."""
+        """Return futures that are done; raise WorkerDiedError if no worker appears."""
         since = self._environment.monotonic()
         while True:
             done, others = wait(pending, limits.ENGINE_LOOK_S, FIRST_COMPLETED)
-            # A pool that is shut down cancels futures without telling those who wait for them.
+            # A pool that is shut down cancels futures without waking their waiters.
             done |= {future for future in others if future.cancelled()}
             if done:
                 return done
@@ -211,12 +210,12 @@ class Engine:
 
 
 def check_spec(spec: str) -> str:
-    """Return the text of an engine if it is one.
+    """Return the name of an engine.
 
     Raises
     ------
     InvalidInputError
-        It is none.
+        No engine has it.
     """
     known = spec in (THREADS, "processes", "dask:local")
     if known or _SCHEDULER.match(str(spec)):
@@ -229,16 +228,16 @@ def check_spec(spec: str) -> str:
 def open_engine(
     spec: EngineSpec = THREADS, *, workers: int | None = None, environment: Environment = SYSTEM
 ) -> Iterator[Engine]:
-    """Have tasks run for the length of a block.
+    """Yield an engine for the duration of a block.
 
-    Where the block ends by an error, Ctrl-C included, worker processes that were started for it are
+    If the block ends by an error, Ctrl-C included, worker processes that were started for it are
     stopped at once; no process is left behind.
 
     Parameters
     ----------
     workers
-        Tasks at once. By default, threads and processes: the usable processors; a scheduler
-        somewhere: all that its workers take.
+        Tasks at once. By default, for threads and processes: the usable processors; for a running
+        scheduler: all that its workers take.
 
     Raises
     ------

@@ -127,7 +127,7 @@ _Order = tuple[Future[bytes], bytes]
 
 
 class _Worker:
-    """One process; driven by one thread, ended by any."""
+    """One process; one thread sends its tasks, any thread may end it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -138,7 +138,7 @@ class _Worker:
                 self.process = subprocess.Popen(  # noqa: S603 - this very program
                     [sys.executable, "-c", _CODE, *arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # what goes wrong is on stderr, which is shared
+                    stdout=subprocess.DEVNULL,  # errors go to stderr, which is shared
                     pass_fds=[number],
                     start_new_session=True,
                 )

@@ -1,4 +1,4 @@
-"""The process that runs tasks for another one, and ends with it. Imports no torch."""
+"""Worker process: runs tasks for another process, and ends with it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from ckptstore.engine.calls import run_packed
 
 
 class Stopped(BaseException):
-    """The process that it works for is gone, or wants no more of it."""
+    """The parent process is gone, or stopped the worker."""
 
 
 def main(fd: int, parent: int) -> None:
     """Run task after task until the other end is closed.
 
-    SIGTERM, and the end of the parent, stop the task at work; what it leaves behind is what any
-    interrupted operation leaves.
+    SIGTERM, and the end of the parent, stop the running task like any interrupted operation.
 
     Parameters
     ----------
@@ -32,7 +31,7 @@ def main(fd: int, parent: int) -> None:
     parent
         Process id of the other end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the parent, who decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the parent, which decides
     signal.signal(signal.SIGTERM, _stop)
     logging.basicConfig(format=f"ckptstore worker {os.getpid()}: %(message)s")
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
@@ -45,7 +44,7 @@ def main(fd: int, parent: int) -> None:
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows cleans up
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the cleanup
     raise Stopped
 
 

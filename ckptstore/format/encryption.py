@@ -1,4 +1,4 @@
-"""What is stored about the encryption of a store: parameters and wrapped keys, never a key itself.
+"""Records of the encryption of a store: parameters and wrapped keys, never a key itself.
 
 The superblock has the parameters. ``keys/<12 digits>.json`` has them too, and the random data key
 of the store, wrapped by each user's key that opens it. The record of the highest number counts;
@@ -30,7 +30,7 @@ def _hex(count: int) -> msgspec.Meta:
 
 
 class Encryption(msgspec.Struct, frozen=True, kw_only=True):
-    """How the objects of a store are encrypted."""
+    """Parameters of the encryption of a store's objects."""
 
     cipher: Literal["aes-256-gcm"] = "aes-256-gcm"
     segment_bytes: Annotated[
@@ -126,42 +126,30 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
 
 
 def wrapping_context(record: KeyRecord, key_id: str, *, sealed: bool) -> bytes:
-    """Return what a wrapped key is bound to: whoever changes one of these, breaks the wrapping."""
-    found = record.encryption
-    return "\n".join(
-        (
-            "ckptstore wrapped key v2" if sealed else "ckptstore wrapped key v1",
-            record.store_id,
-            str(record.chunk_bytes),
-            str(record.created_at_ms),
-            found.cipher,
-            str(found.segment_bytes),
-            found.check,
-            key_id,
-        )
-    ).encode()
+    """Return the fields that a wrapped key is bound to: a change of any breaks the wrapping."""
+    title = "ckptstore wrapped key v2" if sealed else "ckptstore wrapped key v1"
+    return "\n".join((title, *_store_lines(record), key_id)).encode()
 
 
 def sealed_text(record: KeyRecord) -> bytes:
     """Return what the seal of a record vouches for: its number, and everything else in it."""
-    found = record.encryption
     slots = (
         f"{slot.key} {slot.salt} {slot.wrapped} {'sealed' if slot.sealed else 'open'}"
         for slot in record.slots
     )
-    return "\n".join(
-        (
-            "ckptstore key record v2",
-            str(record.number),
-            record.store_id,
-            str(record.chunk_bytes),
-            str(record.created_at_ms),
-            found.cipher,
-            str(found.segment_bytes),
-            found.check,
-            str(record.at_ms),
-            str(len(record.slots)),
-            *slots,
-            record.by,
-        )
-    ).encode()
+    first = ("ckptstore key record v2", str(record.number), *_store_lines(record))
+    rest = (str(record.at_ms), str(len(record.slots)), *slots, record.by)
+    return "\n".join((*first, *rest)).encode()
+
+
+def _store_lines(record: KeyRecord) -> tuple[str, ...]:
+    """Return what a record says of its store, a line each."""
+    found = record.encryption
+    return (
+        record.store_id,
+        str(record.chunk_bytes),
+        str(record.created_at_ms),
+        found.cipher,
+        str(found.segment_bytes),
+        found.check,
+    )

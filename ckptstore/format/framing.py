@@ -1,4 +1,4 @@
-r"""How records are wrapped: the JSON envelope and the binary frame. Pure functions, no I/O.
+r"""Wrapping of records: the JSON envelope and the binary frame. Pure functions, no I/O.
 
 JSON envelope (superblock, commits), byte-exact so that the digest needs no canonical form::
 
@@ -57,7 +57,7 @@ def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
     Parameters
     ----------
     data
-        The whole object; its size was bounded by whoever fetched it.
+        The whole object; the caller that fetched it bounded its size.
     where
         The object's key, for errors.
 
@@ -167,7 +167,7 @@ def decode_frame(
     magic
         The 8 bytes that this kind of record begins with.
     data
-        The whole object; its stored size was bounded by whoever fetched it.
+        The whole object; the caller that fetched it bounded its stored size.
     where
         The object's key, for errors.
     raw_bytes_max

@@ -36,7 +36,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,11 +44,18 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format import bases, framing
+from ckptstore.format import framing
 from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.recipes import Recipe, Stored
-from ckptstore.format.tables import PieceTable, TensorRecord, recipe_problem
+from ckptstore.format.tables import (
+    BASE_ROLE,
+    PieceTable,
+    Recipe,
+    Stored,
+    TensorRecord,
+    bases_problem,
+    recipe_problem,
+)
 
 __all__ = [
     "FLAG_BASES",
@@ -78,7 +85,7 @@ _Dims = Annotated[tuple[int, ...], msgspec.Meta(max_length=limits.TENSOR_DIMS_MA
 _Tensor = tuple[int, int, _Dims, _Dims | None, int, int]
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestBody(msgspec.Struct, frozen=True, kw_only=True):
     """The MessagePack map, typed; what it means is checked by what makes tables of it.
 
     The lengths of lists are checked before their elements are built: a few bytes of a compressed
@@ -106,10 +113,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 # Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
 # record of a type at once, since each fills in what is known of the type.
-BODY: Final = msgspec.msgpack.Decoder(Body)
+BODY: Final = msgspec.msgpack.Decoder(ManifestBody)
 
 
-def table_of(body: Body, where: str) -> PieceTable:
+def table_of(body: ManifestBody, where: str) -> PieceTable:
     """Return the columns, of one length and within the limits of chunks and packs.
 
     Raises
@@ -149,7 +156,7 @@ def table_of(body: Body, where: str) -> PieceTable:
 
 
 def tensors_of(
-    body: Body, pieces: PieceTable, where: str
+    body: ManifestBody, pieces: PieceTable, where: str
 ) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
     """Return the tensors, whose pieces follow each other, and where those of each begin.
 
@@ -206,7 +213,7 @@ def tensors_of(
 
 def bases_record(size: int) -> TensorRecord:
     """Return the record that stands for `size` bytes of what deltas refer to."""
-    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=bases.ROLE, nbytes=size)
+    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=BASE_ROLE, nbytes=size)
 
 
 def without_bases(
@@ -223,7 +230,7 @@ def without_bases(
     if tensors and tensors[-1] == bases_record(tensors[-1].nbytes) and pieces.base is not None:
         problem = "a recipe that is made of bases"
         if not any(len(tensors) - 1 in r.recipe.sources for r in tensors if r.recipe):
-            problem = bases.bases_problem(
+            problem = bases_problem(
                 pieces.base, pieces.raw, pieces.inner, pieces.slab, own=first[-2], ids=pieces.ids
             )
     if problem:
@@ -231,7 +238,7 @@ def without_bases(
     return tensors[:-1], first[:-1]
 
 
-def _add_recipes(body: Body, records: list[TensorRecord], where: str) -> None:
+def _add_recipes(body: ManifestBody, records: list[TensorRecord], where: str) -> None:
     """Give each tensor the recipe that it has; all of them can be followed."""
     last = -1
     for stored in body.recipes:
@@ -245,7 +252,7 @@ def _add_recipes(body: Body, records: list[TensorRecord], where: str) -> None:
             raise corrupt(where, f"tensor {place} follows from {problem}")
 
 
-def _blocks(body: Body, where: str) -> dict[int, Blocks]:
+def _blocks(body: ManifestBody, where: str) -> dict[int, Blocks]:
     """Return the boxes by place of their tensor; not yet compared with what it is."""
     found: dict[int, Blocks] = {}
     count = 0
@@ -296,6 +303,12 @@ FLAG_RECIPES: Final = 2
 FLAG_BASES: Final = 4
 """A piece is stored as its difference to another one."""
 _FLAGS: Final = FLAG_BLOCKS | FLAG_RECIPES | FLAG_BASES
+_FLAG_FIELDS: Final = (
+    (FLAG_BLOCKS, "blocks", "blocks"),
+    (FLAG_RECIPES, "recipes", "recipes"),
+    (FLAG_BASES, "bases", "base"),
+)
+"""Each flag, its name in errors, and the field that a record has if it is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,14 +374,13 @@ def encode(manifest: Manifest) -> bytes:
     recipes = [r.recipe.encode(n) for n, r in enumerate(manifest.tensors) if r.recipe]
     if recipes:
         body["recipes"] = recipes
-    flags = (FLAG_BLOCKS if blocks else 0) | (FLAG_RECIPES if recipes else 0)
     if table.base is not None:
         body["base"] = table.base.astype("<u4", copy=False).tobytes()
-        flags |= FLAG_BASES
     raw = msgspec.msgpack.encode(body)
     if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
         msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
         raise LimitError(msg, hint="use a larger chunk size: ckptstore init --chunk-size")
+    flags = sum(flag for flag, _, field in _FLAG_FIELDS if field in body)
     data = framing.encode_frame(MAGIC, raw, flags=flags)
     try:
         decode(data, where="of this save", version=manifest.version)
@@ -402,24 +414,15 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
     UnsupportedFeatureError
         If a newer ckptstore wrote it.
     """
-    raw = framing.decode_frame(
-        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
-    )
-    try:
-        body = BODY.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise corrupt(where, f"not a manifest: {error}") from error
+    body = _unpacked(BODY, data, where)
     if body.version != version:
         raise corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
     if not limits.CHUNK_BYTES_MIN <= body.chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
         raise corrupt(where, f"chunk size {body.chunk_bytes}")
     flags = framing.frame_flags(data)
-    if bool(body.blocks) != bool(flags & FLAG_BLOCKS):
-        raise corrupt(where, "the flag of blocks is not what the record holds")
-    if bool(body.recipes) != bool(flags & FLAG_RECIPES):
-        raise corrupt(where, "the flag of recipes is not what the record holds")
-    if bool(body.base) != bool(flags & FLAG_BASES):
-        raise corrupt(where, "the flag of bases is not what the record holds")
+    for flag, name, field in _FLAG_FIELDS:
+        if bool(getattr(body, field)) != bool(flags & flag):
+            raise corrupt(where, f"the flag of {name} is not what the record holds")
     pieces = table_of(body, where)
     tensors, first = tensors_of(body, pieces, where)
     if body.base:
@@ -432,6 +435,20 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         first=first,
         pieces=pieces,
     )
+
+
+_Record = TypeVar("_Record")
+
+
+def _unpacked(decoder: msgspec.msgpack.Decoder[_Record], data: bytes, where: str) -> _Record:
+    """Return what the frame of a manifest holds, as the type of `decoder`."""
+    raw = framing.decode_frame(
+        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
+    )
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise corrupt(where, f"not a manifest: {error}") from error
 
 
 class _Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -458,13 +475,7 @@ def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
     UnsupportedFeatureError
         If a newer ckptstore wrote it.
     """
-    raw = framing.decode_frame(
-        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
-    )
-    try:
-        body = _OUTLINE.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise corrupt(where, f"not a manifest: {error}") from error
+    body = _unpacked(_OUTLINE, data, where)
     size = len(body.packs)
     if size % 16 or size > 16 * limits.PACKS_MAX:
         raise corrupt(where, f"{size} bytes of packs")

@@ -1,4 +1,4 @@
-"""What runs, tags, metrics and roles may be called, and what user metadata may hold.
+"""Rules for names of runs, tags, metrics and roles, and for user metadata.
 
 The rules make the ref grammar (:mod:`ckptstore.catalog.refs`) free of ambiguity, keep control
 characters away from terminals, and bound what a hostile record can ask for. Each ``check_``

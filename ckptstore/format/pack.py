@@ -46,7 +46,7 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkHeader:
-    """What stands before a chunk's stored bytes."""
+    """Header of a chunk, which stands before its stored bytes."""
 
     codec: int
     layout: int

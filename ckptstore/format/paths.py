@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
@@ -126,24 +126,6 @@ class PathFilter:
         top = [name for name in self._top if name]
         more = f" and {len(top) - 5} more" if top[5:] else ""
         return "there is " + ", ".join(map(repr, top[:5])) + more if top else ""
-
-
-def match_paths(
-    paths: Iterable[Path],
-    include: Sequence[Pattern] | None = None,
-    exclude: Sequence[Pattern] | None = None,
-) -> list[Path]:
-    """Return the paths that are included and not excluded, in order.
-
-    Raises
-    ------
-    TensorNotFoundError
-        A pattern of `include` matches none of the paths.
-    """
-    wanted = PathFilter(include, exclude)
-    chosen = [path for path in paths if wanted(path)]
-    wanted.check_all_used()
-    return chosen
 
 
 def find_path(paths: Sequence[Path], key: Pattern) -> Path:

@@ -1,10 +1,10 @@
-"""What a tensor is for, judged by where it lies in the state.
+"""Roles of tensors, judged by their paths in the state.
 
 The convention looks at the words of the top-level key (``optimizer_states`` has the words
 ``optimizer`` and ``states``); where that says nothing, at the second key, which must then be one
 plain word (the ``model`` of ``{"app": {"model": ...}}``). A state that is itself a state dict,
-string keys straight to tensors, is weights. Everything else is ``extra``. Whoever saves can
-override it by pattern.
+string keys straight to tensors, is weights. Everything else is ``extra``. The caller of a
+save can override it by pattern.
 """
 
 from __future__ import annotations
@@ -141,10 +141,3 @@ class RoleRules:
             named = _by_words(str(path[0])) if str(path[0]).replace("_", "").isalpha() else None
             return named if named == "rng" else "weights"
         return _by_convention(path) or "extra"
-
-
-def role_of(
-    path: Path, overrides: Mapping[Pattern, str] | None = None, *, flat: bool = False
-) -> str:
-    """Return the role of one tensor; for many, make one :class:`RoleRules`."""
-    return RoleRules(overrides, flat=flat)(path)

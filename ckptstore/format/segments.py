@@ -1,4 +1,4 @@
-"""How the bytes of an object lie when a store is encrypted: a header, then sealed segments.
+"""Layout of an encrypted object: a header, then sealed segments.
 
 ::
 

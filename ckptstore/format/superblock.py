@@ -1,4 +1,4 @@
-"""The superblock, ``store.json``: what a store is, written once when it is created.
+"""The superblock, ``store.json``: the description of a store, written once when it is created.
 
 A JSON envelope (:mod:`ckptstore.format.framing`). A reader refuses a higher format, and every
 required feature that it does not know; unknown fields are ignored.
@@ -30,7 +30,7 @@ Feature = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\Z")]
 
 
 class Superblock(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store is."""
+    """Description of a store, written once."""
 
     magic: Literal["ckptstore-store"] = "ckptstore-store"
     format: Annotated[int, msgspec.Meta(ge=1, le=FORMAT)] = FORMAT

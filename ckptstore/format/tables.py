@@ -1,20 +1,209 @@
-"""What a manifest holds in memory: a record per tensor, and a table of the pieces of them all."""
+"""Tables of a manifest in memory: a record per tensor, and the pieces of them all.
+
+A piece may be stored as its difference to another one, its *base*. The base need not belong to any
+tensor of the version: it is a piece of an older one, most likely. So a manifest lists the bases
+that it needs behind the pieces of its tensors, as one more tensor of role ``base`` that no leaf
+names; in memory these are the rows of the table after those of the last tensor. Packs of bases are
+thus named by the manifest like any others, and live as long as a child does. A base is never a
+delta itself: a load takes one step.
+
+A tensor of a manifest is either stored in pieces, or has a recipe: its bytes follow from other
+tensors. There are two kinds:
+
+``cast``
+    Each element is converted from that of another tensor: of another floating-point type, the
+    same shape and the same order in memory.
+``scaled``
+    Each element is a code of 8 bits and the scale of the block that it is in: the first source
+    holds a code per element, the second one float32 per block. Blocks are of consecutive elements
+    in stored order; the last may be shorter.
+
+The sources of a recipe are stored in pieces, so that no chain is ever followed. Tensors that no
+leaf of the skeleton names, but a recipe does, are *hidden*: the codes of a tensor that was stored
+in fewer bits, say. A visible tensor may be named as well: bfloat16 weights that are float32
+weights, converted.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.format import bases
 from ckptstore.format.blocks import Blocks
 from ckptstore.format.dtypes import bytes_of
-from ckptstore.format.recipes import CASTS, CODES, SCALED, Recipe
+
+NO_BASE: Final = 0xFFFF_FFFF
+"""In the column ``base``: the piece is stored by itself."""
+BASE_ROLE: Final = "base"
+"""Of the record that stands for the bases in a manifest."""
+
+Column = npt.NDArray[np.uint32]
+
+
+def bases_problem(
+    base: Column, raw: Column, inner: Column, slab: Column, *, own: int, ids: npt.NDArray[np.uint8]
+) -> str:
+    """Return why the bases of a table cannot be followed; empty if they can.
+
+    Parameters
+    ----------
+    base, raw, inner, slab, ids
+        Columns of the whole table.
+    own
+        How many rows are pieces of tensors; the others are the bases.
+    """
+    if bool((base[own:] != NO_BASE).any()):
+        return "a base that is a delta itself"
+    rows = np.flatnonzero(base[:own] != NO_BASE)
+    named = base[rows].astype(np.int64)
+    if own == len(base) or not len(rows):
+        return "no base, or none that is needed"
+    if int(named.min()) < own or int(named.max()) >= len(base):
+        return "a base that is not there"
+    if len(np.unique(named)) != len(base) - own:
+        return "a base that nothing needs"
+    if bool((raw[rows] != raw[named]).any()):
+        return "a base of another length"
+    if bool((inner[rows] != 0).any()) or bool((slab[rows] != raw[rows]).any()):
+        return "a delta that is a part of a chunk"
+    if bool((ids[rows] == ids[named]).all(axis=1).any()):
+        return "a delta of a piece to itself"
+    return ""
+
+
+def taking(
+    base: Column | None, rows: npt.NDArray[Any] | Sequence[int]
+) -> tuple[Any, Column | None]:
+    """Return which rows a part of a table needs, bases behind the others, and its column ``base``.
+
+    Parameters
+    ----------
+    rows
+        Pieces of tensors, in the order that they are to have.
+    """
+    wanted = np.asarray(rows, np.int64)
+    if base is None:
+        return wanted, None
+    named = base[wanted]
+    deltas = named != NO_BASE
+    bases, places = np.unique(named[deltas], return_inverse=True)
+    if not len(bases):
+        return wanted, None
+    column = np.full(len(wanted) + len(bases), NO_BASE, np.uint32)
+    column[np.flatnonzero(deltas)] = places.astype(np.uint32) + np.uint32(len(wanted))
+    return np.concatenate((wanted, bases.astype(np.int64))), column
+
+
+CASTS: Final = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+)
+"""Types between which a cast converts, to the nearest value, ties to even."""
+SCALED: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Types that codes and scales stand for."""
+CODES: Final[Mapping[str, str]] = {
+    "linear": "int8",
+    "dynamic-signed": "uint8",
+    "dynamic-unsigned": "uint8",
+}
+"""How a code becomes a number, and the type that holds codes. Places in it are stored."""
+_KINDS: Final = ("cast", "scaled")
+_DIGEST_BYTES: Final = 32
+
+Stored = tuple[
+    int,
+    int,
+    Annotated[tuple[int, ...], msgspec.Meta(max_length=2)],
+    int,
+    int,
+    Annotated[bytes, msgspec.Meta(max_length=2 * _DIGEST_BYTES)],
+    Annotated[tuple[float | None, ...], msgspec.Meta(max_length=4)],
+]
+"""``[place, kind, sources, code, block, digests, errors]``; see :meth:`Recipe.encode`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Derivation of the bytes of one tensor from others of the same manifest."""
+
+    kind: str
+    """``cast`` or ``scaled``."""
+    sources: tuple[int, ...]
+    """Places of records: of a cast ``(values,)``, of a scaled one ``(codes, scales)``."""
+    code: str = ""
+    """Of a scaled one: a key of :data:`CODES`. Of a cast empty."""
+    block: int = 0
+    """Of a scaled one: elements that share a scale. Of a cast 0."""
+    exact: bool
+    """Whether what was saved comes back bit for bit."""
+    digest: bytes
+    """BLAKE3-256 of the bytes that come back, in stored order."""
+    given: bytes
+    """The same of the bytes that were saved. Equal if it is exact."""
+    max_abs: float = 0.0
+    """Largest difference of an element to what was saved, over the finite ones."""
+    rel_l2: float = 0.0
+    """Root of the sum of squared differences, over that of the squares of what was saved."""
+    max_abs_bound: float | None = None
+    """What was allowed when it was saved; None for anything."""
+    rel_l2_bound: float | None = None
+
+    def encode(self, place: int) -> Stored:
+        """Return the stored form.
+
+        Parameters
+        ----------
+        place
+            Of the tensor among those of the manifest.
+        """
+        code = 0 if self.kind == "cast" else list(CODES).index(self.code)
+        digests = self.digest if self.exact else self.digest + self.given
+        bounds = (self.max_abs_bound, self.rel_l2_bound)
+        errors = () if self.exact else (self.max_abs, self.rel_l2, *bounds)
+        return place, _KINDS.index(self.kind), self.sources, code, self.block, digests, errors
+
+    @classmethod
+    def decode(cls, stored: Stored) -> Recipe | None:
+        """Return what :meth:`encode` made; None if it cannot be that.
+
+        Says nothing of whether it fits its tensor: that is
+        :func:`ckptstore.format.tables.recipe_problem`.
+        """
+        _, kind, sources, code, block, digests, errors = stored
+        exact = len(digests) == _DIGEST_BYTES
+        if (
+            not 0 <= kind < len(_KINDS)
+            or not 0 <= code < (len(CODES) if kind else 1)
+            or len(digests) not in (_DIGEST_BYTES, 2 * _DIGEST_BYTES)
+            or len(errors) != (0 if exact else 4)
+        ):
+            return None
+        max_abs, rel_l2, max_abs_bound, rel_l2_bound = errors or (0.0, 0.0, None, None)
+        if max_abs is None or rel_l2 is None:
+            return None
+        return cls(
+            kind=_KINDS[kind],
+            sources=sources,
+            code=list(CODES)[code] if kind else "",
+            block=block,
+            exact=exact,
+            digest=digests[:_DIGEST_BYTES],
+            given=digests[-_DIGEST_BYTES:],
+            max_abs=max_abs,
+            rel_l2=rel_l2,
+            max_abs_bound=max_abs_bound,
+            rel_l2_bound=rel_l2_bound,
+        )
+
+    def moved(self, places: Mapping[int, int]) -> Recipe:
+        """Return the same over sources that have other places now."""
+        return replace(self, sources=tuple(places[place] for place in self.sources))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +224,7 @@ class TensorRecord:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells, with the ids of its pieces, whether two tensors are equal; for digests.
+        """The fields that, with the ids of its pieces, make two tensors equal; for digests.
 
         That of a tensor with a recipe holds places of its sources: it tells within one manifest,
         or between manifests of the same tensors.
@@ -99,7 +288,7 @@ class PieceTable:
 
     def base_of(self, row: int) -> int | None:
         """Return the row that a delta refers to; None for a piece that is stored by itself."""
-        if self.base is None or (base := int(self.base[row])) == bases.NO_BASE:
+        if self.base is None or (base := int(self.base[row])) == NO_BASE:
             return None
         return base
 
@@ -111,7 +300,7 @@ class PieceTable:
         rows
             Pieces of tensors; what they refer to comes along, behind them.
         """
-        chosen, base = bases.taking(self.base, rows)
+        chosen, base = taking(self.base, rows)
         used, pack = np.unique(self.pack[chosen], return_inverse=True)
         return PieceTable(
             ids=self.ids[chosen],

@@ -101,7 +101,8 @@ class LoopState:
         """
         restored, self._restored = self._restored, None
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        if self._rng and restored is not None and _within(progress):
+        within_epoch = progress.current.ready > 0 and not progress.is_last_batch
+        if self._rng and restored is not None and within_epoch:
             restore_mine(restored)
         if self._preemption is not None:
             self._preemption.take_back()
@@ -117,7 +118,3 @@ class LoopState:
         trainer.save_checkpoint(f"preempted-step={step}")
         self._io.teardown()
         raise SystemExit(preemption.exit_code)
-
-
-def _within(progress: Any) -> bool:  # noqa: ANN401 - a BatchProgress of one of two packages
-    return progress.current.ready > 0 and not progress.is_last_batch

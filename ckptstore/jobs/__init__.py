@@ -1,4 +1,4 @@
-"""Jobs: what runs on a schedule, from a file that says what is to be kept where."""
+"""Archival jobs: run on a schedule, from a file that describes two stores."""
 
 from __future__ import annotations
 

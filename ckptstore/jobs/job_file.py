@@ -1,4 +1,4 @@
-"""Job files: TOML that says what of a store is to be in another, and what either is to keep.
+"""Job files: TOML that selects the versions to copy to another store, and what each store keeps.
 
 ::
 
@@ -18,8 +18,8 @@
     [alert]
     not_replicated_after = "24h"
 
-Everything but ``source`` and ``target`` may be left out. What is not known is refused: a word
-that is misspelt must not turn a rule off.
+Everything but ``source`` and ``target`` is optional. Unknown words are refused: a misspelt word
+must not turn a rule off.
 """
 
 from __future__ import annotations
@@ -52,63 +52,62 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One of the two stores."""
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
-    """Of the target, ``replica:NAME`` too: one that the source has a name for."""
+    """For the target also ``replica:NAME``, a replica that has a name in the source."""
     options: dict[str, Any] = {}
-    """For the storage library, such as ``endpoint_url``. Credentials belong into their chains. With
-    ``replica:NAME`` also ``url``, the place that they are for."""
+    """For the storage library, such as ``endpoint_url``; credentials come from their usual chain.
+    With ``replica:NAME`` also ``url``, the location to which the options apply."""
     single_writer: bool = False
-    """Nobody else writes while the job runs."""
+    """No other process writes to the store while the job runs."""
     key: str | None = None
-    """Opens an encrypted store, and makes a new target such: ``file:PATH``, ``env:NAME`` or
+    """Opens an encrypted store; a new target becomes encrypted: ``file:PATH``, ``env:NAME`` or
     ``command:CMD``; never a key itself."""
 
 
 class Select(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which versions of the source; what is given narrows it down. All, if nothing is."""
+    """Selection of versions of the source: all, less what each given rule excludes."""
 
     refs: list[str] = []
-    """Versions that count in any case."""
+    """Versions that are always selected."""
     runs: list[str] = []
     keep: _Texts | None = None
     """Rules as in a retention policy."""
     older_than: str | None = None
-    """Only what was saved at least so long ago: what is younger may still be replaced."""
+    """Only versions saved at least this long ago, since younger ones may still be replaced."""
     since: str | None = None
-    """Only what was saved within this time."""
+    """Only versions saved within this time."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How versions travel."""
+    """Settings of the copy."""
 
     check: bool = True
-    """Read back what was written."""
+    """Read back all copied bytes."""
     rate: str | int = 0
     """Bytes a second, such as ``50MiB``; 0: no limit."""
     workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
     """Threads on either side; by default the usable processors."""
     engine: str = THREADS
-    """Who copies, reads for ``scrub``, and collects: ``threads`` of the job, ``processes``,
+    """Engine of copies, scrubs and collections: ``threads`` of the job, ``processes``,
     ``dask:local`` or ``dask://HOST:PORT``."""
     tasks: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """How many tasks run at once, where the engine is not ``threads``; by default as many as the
-    engine has workers."""
+    """Number of concurrent tasks of an engine other than ``threads``; by default its workers."""
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What either store is to keep; ``true``: what its own policies say."""
+    """Retention policy of each store; ``true`` for the store's own policies."""
 
     source: dict[str, Any] | bool = False
     target: dict[str, Any] | bool = False
     evict: _Texts | None = None
-    """Rules for versions of the source whose content stays; of others that the target has, every
-    byte read back, only the record stays."""
+    """Rules for versions of the source whose content stays. Of the others only the record stays, if
+    the target holds them with every byte read back."""
     pin_evicted: bool = True
-    """Pin those in the target, so that no rules there take what may be the only copy; ``false``:
-    the rules of the target say how long it keeps them."""
+    """Pin evicted versions in the target, so that no policy there deletes the only copy; ``false``
+    leaves it to the target's rules how long they stay."""
 
 
 class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where space is reclaimed afterwards."""
+    """Stores that are collected at the end."""
 
     source: bool = False
     target: bool = False
@@ -116,9 +115,9 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Scrub(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which share of either store's chunks a run reads, another part each day, all in turn.
+    """Share of each store's chunks that a run reads: another part each day, all in turn.
 
-    What is damaged is brought back from the other store.
+    Damaged chunks are repaired from the other store.
     """
 
     source: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
@@ -126,25 +125,25 @@ class Scrub(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is worth a message to people."""
+    """Conditions that make a run fail."""
 
     not_replicated_after: str | None = None
-    """A version of the selection that is older than this, and that the target does not have."""
+    """Age from which a selected version that the target lacks counts as late."""
 
 
 class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What of the target moves to a colder storage class."""
+    """Selection of versions of the target that move to a colder storage class."""
 
     storage_class: str = msgspec.field(name="class")
-    """As the storage calls it: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE`` ..."""
+    """The storage's own name: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE`` ..."""
     min_age: str | None = None
-    """Only versions that were saved so long ago, such as ``30d``."""
+    """Only versions saved at least this long ago, such as ``30d``."""
     keep_hot: _Texts | None = None
-    """Rules for versions that stay as they are; heads of runs do in any case."""
+    """Rules for versions that stay where they are, as heads of runs always do."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file, checked."""
+    """The checked content of one file."""
 
     source: Place
     target: Place
@@ -167,7 +166,7 @@ def read_job(path: str | os.PathLike[str]) -> Job:
     NotFoundError
         There is no such file.
     InvalidInputError
-        It is no TOML, too large, has a word that is not known, or a rule or time that is none; the
+        The file is no TOML or too large, or has an unknown word or an invalid rule or time; the
         message names the place.
     """
     where = Path(path)
@@ -200,13 +199,13 @@ def read_job(path: str | os.PathLike[str]) -> Job:
     return job if job.name else msgspec.structs.replace(job, name=where.stem)
 
 
-# Characters of what a parser says that are repeated.
+# Characters of a parser's message that are repeated.
 _SHOWN: Final = 200
 _OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
 
 
 def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place: str = "") -> None:
-    """Raise for the first word that a table of the file may not have; with its place."""
+    """Raise InvalidInputError for the first unknown word of a table, with its place."""
     known = {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
     for word, value in table.items():
         if word not in known:
@@ -218,7 +217,7 @@ def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place:
 
 
 def _check(job: Job) -> None:
-    """Raise for rules and times that are none, before anything is opened; with their place."""
+    """Raise InvalidInputError for invalid rules and times, with their place."""
     for name, place in (("source", job.source), ("target", job.target)):
         meant = {PLACE} if place.url.startswith(PREFIX) else set()
         with _named(f"{name}.options"):
@@ -276,7 +275,7 @@ def _check_policy(policy: Mapping[str, Any] | bool) -> None:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Have an error say which word of the file it is about."""
+    """Add the word of the file to an error."""
     try:
         yield
     except (InvalidInputError, PolicyError) as error:

@@ -1,4 +1,4 @@
-"""Files that others read while a job writes them: reports and metrics."""
+"""Files of a job, which other programs read while it writes them: reports and metrics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ckptstore.errors import StorageError
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that could not be written, before a job begins that ends by writing it.
+    """Refuse a file that cannot be written, before the job that writes it at its end.
 
     Raises
     ------
     StorageError
-        It is a folder, or its folder is not there, or may not be written to.
+        It is a folder, or its folder is missing or cannot be written to.
     """
     why = ""
     if path.is_dir():
@@ -31,12 +31,12 @@ def check_file(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a file in the place of another: readers see the old one or the new one, whole.
+    """Replace a file: readers see either the old one or the new one, whole.
 
     Raises
     ------
     StorageError
-        It cannot be written; the old one is as it was.
+        It cannot be written; the old one is unchanged.
     """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -1,4 +1,4 @@
-"""What a job did: one JSON document, one text for Prometheus, one exit code."""
+"""Report of a job: one JSON document, one text for Prometheus, one exit code."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class StepReport:
     ok: bool
     seconds: float
     result: Mapping[str, Any]
-    """Figures of the step; the report of the same name of the API in short."""
+    """Figures of the step: the API's report of the same name in short."""
     error: str = ""
-    """What went wrong; empty if nothing did."""
+    """The error; empty for a step that did everything."""
     exit_code: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overdue:
-    """A version that should be in the target by now, and is not."""
+    """A late version: the target should hold it, and does not."""
 
     version: str
     run: str
@@ -60,20 +60,20 @@ class JobReport:
     began_at: str
     """UTC, ISO 8601."""
     covered_until: str
-    """The same; what was saved before was old enough for the selection."""
+    """The same; versions saved before this time were old enough for the selection."""
     seconds: float
     steps: tuple[StepReport, ...]
     overdue: tuple[Overdue, ...]
-    """After the steps."""
+    """Late versions after the steps."""
 
     @property
     def ok(self) -> bool:
-        """Whether every step did what it should, and nothing is overdue."""
+        """True if every step did everything and no version is late."""
         return self.exit_code == 0
 
     @property
     def exit_code(self) -> int:
-        """That of the first step that failed; 7 if only something is overdue; else 0."""
+        """Code of the first step that failed; 7 if only a version is late; else 0."""
         for step in self.steps:
             if not step.ok:
                 return step.exit_code or CkptStoreError.exit_code
@@ -123,7 +123,7 @@ def _figures(report: JobReport) -> list[tuple[str, str, float]]:
 
 
 def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:
-    """Return what a step that ended says was not done, and the exit code of it."""
+    """Return the failure that a step's figures report, with its exit code; empty and 0 for none."""
     failures, skipped = result.get("failures"), result.get("skipped")
     if failures and all(one.get("kind") == ColdObjectError.kind for one in failures):
         return f"{len(failures)} versions are cold: thaw them", ColdObjectError.exit_code

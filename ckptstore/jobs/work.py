@@ -185,8 +185,7 @@ class _Run:
         scrub = self.job.scrub
         if scrub.source:
             self._step("scrub-source", lambda: self._scrub(self.source, self.target, scrub.source))
-        older_s = self.age(self.job.select.older_than)
-        chosen = self.chosen(self.selected(), older_s=older_s, since_s=self.since_s)
+        chosen = self.chosen(self.job.select.older_than, since_s=self.since_s)
         copied = self._step("replicate", lambda: self._replicate(chosen))
         retain = self.job.retain
         if scrub.target and not self._step(
@@ -207,17 +206,12 @@ class _Run:
         if self.job.gc.source:
             self._step("gc-source", lambda: self._collect(self.source))
 
-    def selected(self) -> list[Version]:
-        """Return the versions that the file names, whatever their age."""
-        return _selected(self.source, self.job)
-
-    def chosen(
-        self, versions: Sequence[Version], *, older_s: float, since_s: float | None = None
-    ) -> list[Version]:
-        """Return the versions saved within the wanted time."""
+    def chosen(self, older_than: str | None, *, since_s: float | None = None) -> list[Version]:
+        """Return the selected versions that were saved within the wanted time."""
         since = self.age(self.job.select.since)
         earliest = max(self.now_s - since if since else 0.0, since_s or 0.0)
-        latest = self.now_s - older_s
+        latest = self.now_s - self.age(older_than)
+        versions = _selected(self.source, self.job)
         return [v for v in versions if earliest <= v.created_at.timestamp() <= latest]
 
     def age(self, text: str | None) -> float:
@@ -293,7 +287,7 @@ class _Run:
         return retain_source(
             self.source.repo,
             self.target.repo,
-            self.selected(),
+            _selected(self.source, self.job),
             _own_policy(self.job.retain.source),
             coming=self.replicated.copied if self.replicated and self.dry_run else (),
             dry_run=self.dry_run,
@@ -310,7 +304,7 @@ class _Run:
         report = evict(
             source,
             target,
-            [version for version in self.selected() if version.id not in kept],
+            [version for version in _selected(self.source, self.job) if version.id not in kept],
             missing=partial(missing, target),
             coming=self.replicated.copied if self.replicated and self.job.copy.check else (),
             pin=self.job.retain.pin_evicted,
@@ -371,7 +365,7 @@ class _Run:
             return []
         there = self.target.repo.refresh()
         late = []
-        for version in self.chosen(self.selected(), older_s=self.age(after)):
+        for version in self.chosen(after):
             one = there.has_version(version.id) and there.version(version.id)
             if not one or not (is_settled(one) or (one.level != "record" and not one.damaged)):
                 age = self.now_s - version.created_at.timestamp()

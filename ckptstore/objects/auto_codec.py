@@ -1,4 +1,4 @@
-"""Whether ``codec="auto"`` compresses: what saves of this process took decides, bytes break ties.
+"""Choice of ``codec="auto"``: measured rates of this process's saves decide, bytes break ties.
 
 A save hashes and encodes in its threads while packs go to the storage. It takes as long as the
 slower of the two: compressed, that is mostly the encoder, and on a slow storage the writing of four
@@ -28,7 +28,7 @@ from ckptstore import limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedSample:
-    """What one save took."""
+    """Measurements of one save."""
 
     planes: bool
     """Whether it compressed."""
@@ -55,7 +55,7 @@ class SpeedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What is known, in bytes a second; 0 for what is not."""
+    """Rates measured so far, in bytes a second; 0 for one that is not known."""
 
     storage: float
     """Durable bytes; a claim until a save was measured."""
@@ -85,7 +85,7 @@ class Rates:
         )
 
     def after(self, seen: SpeedSample) -> Rates:
-        """Return what is known after one more save; a save that is too short teaches nothing."""
+        """Return the rates after one more save; a save that is too short teaches nothing."""
         if not seen.tells:
             return self
         reached = seen.new_bytes / seen.wall_s
@@ -113,7 +113,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecVerdict:
-    """What ``auto`` does in one save, and why."""
+    """Decision of ``auto`` for one save, and the rates that it follows from."""
 
     planes: bool
     raw_bytes_per_s: float
@@ -126,7 +126,7 @@ class CodecVerdict:
     """It stays with the way of the last save, though the other is expected to be better."""
 
     def entries(self) -> dict[str, float]:
-        """Return what the receipt of the save says of it."""
+        """Return its entries in the receipt of the save."""
         return {
             "auto_planes": float(self.planes),
             "auto_raw_bytes_per_s": self.raw_bytes_per_s,
@@ -170,7 +170,7 @@ def verdict(known: Rates, *, workers: int) -> CodecVerdict:
 
 
 class Pace:
-    """What one store object knows of its saves. Any thread may use it.
+    """Rates of the saves of one store object. Any thread may use it.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class Pace:
 
     @property
     def rates(self) -> Rates:
-        """What is known now."""
+        """The rates measured so far."""
         return self._rates
 
     def choose(self, *, workers: int) -> CodecVerdict:
@@ -195,7 +195,7 @@ class Pace:
             return found
 
     def note(self, seen: SpeedSample) -> None:
-        """Learn from a save, whoever chose its codec."""
+        """Learn from a save, also from one whose codec the user chose."""
         with self._lock:
             self._rates = self._rates.after(seen)
 

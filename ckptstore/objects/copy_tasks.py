@@ -23,10 +23,9 @@ from ckptstore.errors import IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.copying import Copied
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.copying import Copied, ReadBack, altered, copy_chunks
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.plan import cut_rows
-from ckptstore.objects.read_back import altered, copy_read_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +59,16 @@ def copy_part(task: CopyTask) -> Copied:
     StorageError
         One of the storages failed.
     """
-    return copy_read_back(
+    target = _target(task)
+    return copy_chunks(
         task.table,
-        [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
+        [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
         source=task.source.value,
-        target=_target(task),
+        target=target,
         environment=SYSTEM,
         options=task.options,
         progress=silent,
-        check=task.check,
+        after=ReadBack(target, SYSTEM) if task.check else None,
         whole_bytes=task.whole_bytes,
     )
 
@@ -83,13 +83,15 @@ def read_part(task: CopyTask) -> None:
     StorageError
         The storage failed.
     """
-    wants = [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
-    _read_back(task.table, wants, _target(task), task.options)
+    items = [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
+    _read_back(task.table, items, _target(task), task.options)
 
 
-def _read_back(table: PieceTable, wants: Sequence[Want], target: Backend, options: Options) -> None:
+def _read_back(
+    table: PieceTable, items: Sequence[ReadItem], target: Backend, options: Options
+) -> None:
     try:
-        read_pieces(table, wants, backend=target, options=options, progress=silent)
+        read_pieces(table, items, backend=target, options=options, progress=silent)
     except IntegrityError as error:
         raise altered(target.url, error) from error
 
@@ -117,7 +119,9 @@ class ChunkCopies:
     check: bool = False
     """Read back what was written, but for what deltas decode to."""
 
-    def copy(self, table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+    def copy(
+        self, table: PieceTable, items: Sequence[ReadItem], progress: ProgressCallback
+    ) -> Copied:
         """Copy the chunks of pieces; see :func:`ckptstore.objects.copying.copy_chunks`.
 
         Raises
@@ -126,18 +130,19 @@ class ChunkCopies:
             As :func:`copy_part`, of the first task that failed; WorkerDiedError of the engine.
         """
         if self.engine is None:
-            return copy_read_back(
+            target = self._throttled()
+            return copy_chunks(
                 table,
-                wants,
+                items,
                 source=self.source.value,
-                target=self._throttled(),
+                target=target,
                 environment=self.environment,
                 options=self.options,
                 progress=progress,
-                check=self.check,
+                after=ReadBack(target, self.environment) if self.check else None,
             )
         copied = Copied()
-        tasks, total = self._plan(self.engine, table, wants)
+        tasks, total = self._plan(self.engine, table, items)
         done = 0
         for _, part in self.engine.map_unordered(copy_part, tasks):
             copied.places.update(part.places)
@@ -149,7 +154,7 @@ class ChunkCopies:
             progress(Progress(stage="copy", done=min(done, total), total=total))
         return copied
 
-    def read_back(self, table: PieceTable, wants: Sequence[Want]) -> None:
+    def read_back(self, table: PieceTable, items: Sequence[ReadItem]) -> None:
         """Read pieces from the target, where `table` says that they lie, as a load does.
 
         Raises
@@ -160,9 +165,9 @@ class ChunkCopies:
             The storage failed; WorkerDiedError of the engine.
         """
         if self.engine is None:
-            _read_back(table, wants, self._throttled(), self.options)
+            _read_back(table, items, self._throttled(), self.options)
             return
-        labels = {want.row: want.label for want in wants}
+        labels = {item.row: item.label for item in items}
         rows = np.fromiter(labels, np.int64, len(labels))
         parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
         tasks = (self._task(self.engine, table, part, labels, 0) for part in parts)
@@ -197,10 +202,10 @@ class ChunkCopies:
         )
 
     def _plan(
-        self, engine: Engine, table: PieceTable, wants: Sequence[Want]
+        self, engine: Engine, table: PieceTable, items: Sequence[ReadItem]
     ) -> tuple[Iterator[CopyTask], int]:
         """Return the tasks, and the stored bytes of them all."""
-        labels = {want.row: want.label for want in wants}
+        labels = {item.row: item.label for item in items}
         rows = np.fromiter(labels, np.int64, len(labels))
         sizes = dict(
             zip(

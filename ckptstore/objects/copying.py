@@ -21,8 +21,10 @@ from ckptstore.codecs.delta import BASE_ID_BYTES
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import Environment, Options
 from ckptstore.errors import (
+    ColdObjectError,
     CorruptObjectError,
     CorruptTensorError,
+    IntegrityError,
     NotFoundError,
     UnsupportedFeatureError,
 )
@@ -31,26 +33,14 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.pack_plan import plan_packs
-from ckptstore.objects.packs import After, PackSink, Placed
-from ckptstore.objects.piece_reader import ChunkRead, Span, Want, plan_spans
-from ckptstore.objects.plan import C, Stored
+from ckptstore.objects.packs import After, PackSink, Placed, plan_packs
+from ckptstore.objects.plan import C, ChunkRead, ReadItem, Span, Stored, join_chunks, plan_spans
 from ckptstore.objects.threads import in_threads
-
-__all__ = [
-    "After",
-    "Copied",
-    "Room",
-    "StoredChunk",
-    "broken",
-    "copy_chunks",
-    "read_rows",
-]
 
 
 @dataclass(slots=True, kw_only=True)
 class Copied:
-    """What was copied and where it lies now."""
+    """Result of a copy: the new places of chunks, and its cost."""
 
     places: dict[tuple[str, int], Placed] = field(default_factory=dict)
     """By pack and offset where it lay."""
@@ -204,7 +194,7 @@ def broken(where: str, what: str) -> CorruptObjectError:
 
 def copy_chunks(
     table: PieceTable,
-    wants: Sequence[Want],
+    items: Sequence[ReadItem],
     *,
     source: Backend,
     target: Backend,
@@ -221,16 +211,18 @@ def copy_chunks(
 
     Parameters
     ----------
-    wants
+    items
         Pieces of `table`, with ``out`` None; labels are for errors.
     progress
         Called with the stored bytes that are done.
     after
         Called with each pack that is durable, from several threads: see
         :class:`ckptstore.objects.packs.PackSink`. It may hold ``read_bytes_max`` of the target.
+        A :class:`ReadBack` compares what the target holds with what was to be written, but for
+        what deltas decode to.
     whole_bytes
         Of the copy of which this is one part, if it is: see
-        :func:`ckptstore.objects.pack_plan.plan_packs`.
+        :func:`ckptstore.objects.packs.plan_packs`.
 
     Raises
     ------
@@ -241,7 +233,7 @@ def copy_chunks(
     StorageError
         One of the storages failed.
     """
-    spans = plan_spans(table, wants, source.capabilities)
+    spans = plan_spans(table, items, source.capabilities)
     total = sum(span.end - span.start for span in spans)
     capabilities = target.capabilities
     per_thread = 2 * source.capabilities.read_bytes_max
@@ -264,9 +256,11 @@ def copy_chunks(
     except BaseException:
         sink.abort()
         raise
-    run.copied.pack_bytes = sink.stored_bytes
-    run.copied.packs_count = sink.packs_count
-    return run.copied
+    copied = run.copied
+    copied.pack_bytes, copied.packs_count = sink.stored_bytes, sink.packs_count
+    if isinstance(after, ReadBack):
+        copied.read_back_s, copied.is_cold = after.seconds, after.is_cold
+    return copied
 
 
 @dataclass(slots=True)
@@ -315,14 +309,14 @@ class _Copying:
         """Return a chunk in which every piece is what the manifest says, and its id."""
         found = _taken(data, chunk, where=where, room=room)
         chunk_id = found.piece_id(0, chunk.raw_bytes)
-        for want in chunk.wants:
-            inner = int(self.table.inner[want.row])
-            size = int(self.table.raw[want.row])
+        for item in chunk.items:
+            inner = int(self.table.inner[item.row])
+            size = int(self.table.raw[item.row])
             whole = size == chunk.raw_bytes
             piece = chunk_id if whole else found.piece_id(inner, size)
-            if piece != self.table.ids[want.row].tobytes():
+            if piece != self.table.ids[item.row].tobytes():
                 raise broken(where, "content does not match its chunk id")
-            base = self.table.base_of(want.row)
+            base = self.table.base_of(item.row)
             if found.base_id != (None if base is None else self.table.ids[base].tobytes()):
                 raise broken(where, "it does not refer to the base that the manifest names")
         return found, chunk_id
@@ -331,6 +325,71 @@ class _Copying:
 def _lost(
     pack: str, chunk: ChunkRead, error: CorruptObjectError | NotFoundError
 ) -> CorruptTensorError:
-    label = chunk.wants[0].label
+    label = chunk.items[0].label
     msg = f"tensor {label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
     return CorruptTensorError(msg, hint="run ckptstore verify; leave the tensor out (exclude)")
+
+
+def altered(url: str, error: IntegrityError) -> CorruptObjectError:
+    """Return the error for a target that gives back something else than was written."""
+    msg = f"{url} does not hold what was written there: {error.message}"
+    return CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
+
+
+class ReadBack:
+    """Reads each pack as soon as it is durable, while the next ones are filled and sent.
+
+    Each chunk is compared with its row of the index: its lengths, its id, the checksum of its
+    stored bytes, and what it decodes to with its id. Of a delta, which takes its base to be
+    decoded, all but the last.
+
+    May be called from any thread. A call holds one request of the backend at a time
+    (``read_bytes_max`` or one chunk) and one decoded chunk.
+    """
+
+    def __init__(self, backend: Backend, environment: Environment) -> None:
+        self._backend = backend
+        self._clock = environment.monotonic
+        self._lock = threading.Lock()
+        self._rooms: list[Room] = []
+        """Memory of calls that ended, for those that come: of at most so many as ran at once."""
+        self.seconds = 0.0
+        """Of all calls together."""
+        self.is_cold = False
+        """Some pack went to a storage class that cannot be read: it counts as not read."""
+
+    def __call__(
+        self, pack: str, rows: Sequence[IndexRow], go_on: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read a pack.
+
+        Parameters
+        ----------
+        go_on
+            Called before each request; what it raises ends the reading.
+
+        Raises
+        ------
+        CorruptObjectError
+            The storage does not hold what was written there.
+        StorageError
+            It failed.
+        """
+        began = self._clock()
+        with self._lock:
+            room = self._rooms.pop() if self._rooms else Room()
+        try:
+            for part in join_chunks(rows, self._backend.capabilities):
+                go_on()
+                for _ in read_rows(self._backend, pack, part, room):
+                    pass
+        except ColdObjectError:
+            self.is_cold = True
+        except NotFoundError as error:
+            gone = CorruptObjectError(f"pack {pack} is gone")
+            raise altered(self._backend.url, gone) from error
+        except IntegrityError as error:
+            raise altered(self._backend.url, error) from error
+        with self._lock:
+            self._rooms.append(room)
+            self.seconds += self._clock() - began

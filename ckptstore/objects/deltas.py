@@ -1,4 +1,4 @@
-"""Which pieces of a save become deltas, to what, and until when.
+"""Choice of the pieces of a save that become deltas, of their bases, and of new keyframes.
 
 The base of a piece is the piece at the same place of the version before; or that piece's own base
 if it is a delta itself, so that every delta is one step from a piece that is stored by itself, a
@@ -38,12 +38,12 @@ from ckptstore.events import silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.index import Base, base_of
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 
 _log = logging.getLogger("ckptstore")
 
-# A delta is stored only below this share of what the piece takes by itself. Source: whoever loads
-# it reads the base as well, twice the bytes; for less than a twentieth that is not worth it. Second
+# A delta is stored only below this share of what the piece takes by itself. Source: a load
+# reads the base as well, twice the bytes; for less than a twentieth that is not worth it. Second
 # moments pass it up to some ten steps apart, first moments never do (docs/design/0012-deltas.md).
 _WORTH: Final = 0.95
 # A kind of tensor for which that was so for so many pieces, and for none before in this save, is
@@ -74,7 +74,7 @@ class Older:
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of tensors."""
+    """Experience with one kind of tensors."""
 
     losses: int = 0
     """Pieces of this save for which a delta to the version before did not pay, and none did."""
@@ -83,7 +83,7 @@ class _Kind:
 
 
 class Keyframes:
-    """What one process keeps from save to save of one store: bases, and what cycles took.
+    """Bases and sizes of cycles that one process keeps from save to save of one store.
 
     Safe to use from any thread.
 
@@ -282,8 +282,8 @@ class Deltas:
     def _fetch(self, slot: int, row: int, *, ahead: bool) -> _Data | None:
         """Return a base from the storage, checked; None if it cannot be had.
 
-        With `ahead` its neighbours that come next are fetched with it, and wait for whoever asks
-        for them: once deltas are known to pay for the kind.
+        With `ahead` its neighbours that come next are fetched with it, and wait until they are
+        asked for: once deltas are known to pay for the kind.
         """
         with self._lock:
             future = self._reading.pop(row, None)
@@ -332,18 +332,18 @@ class Deltas:
         table = self.older.table
         memory = [bytearray(int(table.raw[row])) for row in rows]
         lost: dict[int, CkptStoreError] = {}
-        wants = [
-            Want(row=row, out=memoryview(data), label=f"(base {row})")
+        items = [
+            ReadItem(row=row, out=memoryview(data), label=f"(base {row})")
             for row, data in zip(rows, memory, strict=True)
         ]
         try:
             read_pieces(
                 table,
-                wants,
+                items,
                 backend=self.backend,
                 options=dataclasses.replace(self.options, workers=1),
                 progress=silent,
-                on_failure=lambda want, error: lost.update({want.row: error}),
+                on_failure=lambda item, error: lost.update({item.row: error}),
             )
         except CkptStoreError as error:
             lost = dict.fromkeys(rows, error)

@@ -1,4 +1,4 @@
-"""Which pieces are known already, and where: the lookup behind sharing; and tables of places."""
+"""Lookup of pieces that are stored already, for sharing; and tables made of places."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
+from ckptstore.format.tables import NO_BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def placed_table(
     ids, raw
         Columns of the rows; see :class:`PieceTable`.
     places
-        One for each row. Of several places of one base the first counts.
+        One for each row. If a base is stored more than once, its first place counts.
     """
     packs: dict[str, int] = {}
     rows: list[tuple[int, int, int, int, int]] = []
@@ -116,7 +116,7 @@ def with_bases(table: PieceTable, bases: Mapping[int, Base]) -> PieceTable:
     table
         Of pieces of tensors alone.
     bases
-        By row. Of several places of one base the first counts.
+        By row. If a base is stored more than once, its first place counts.
     """
     if not bases:
         return table

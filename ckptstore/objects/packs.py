@@ -1,4 +1,11 @@
-"""Packs in the making: chunks are appended from many threads, packs become durable behind them."""
+"""Packs in the making: chunks are appended from many threads, packs become durable behind them.
+
+Where a backend takes a pack whole, as object stores do, a pack waits in memory until it is full,
+and nothing of it is on its way before. Three things follow, measured in docs/design/0014: the first
+packs are small, so that a link has something to do at once; those of a small write stay so; and
+enough of them fit into the memory that some can wait to be sent while others are filled, since the
+ones that are sent together end together.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ckptstore.backends.base import Backend, ObjectWriter
+from ckptstore import limits
+from ckptstore.backends.base import Backend, Capabilities, ObjectWriter
 from ckptstore.codecs.codec_table import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
@@ -15,13 +23,89 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import (
     CHUNK_HEADER_BYTES,
     HEADER_BYTES,
+    INDEX_ROW_BYTES,
+    TRAILER_BYTES,
     ChunkHeader,
     IndexRow,
     pack_footer,
     pack_header,
+    parse_header,
+    parse_index,
+    parse_trailer,
 )
 from ckptstore.hashing import xxh3_64_of
-from ckptstore.objects.pack_plan import PackPlan
+
+# A write fills one more pack at once for each of these, and begins with a small one only from here
+# on. Source: below, a second pack costs a second fsync and a second request without being any
+# faster (measured: docs/design/0003).
+_STREAM_BYTES = 32 * limits.MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """Sizes and numbers of the packs of one write."""
+
+    streams: int
+    """How many are filled at once."""
+    at_once: int
+    """How many are unfinished at once: filled, sent, or read back."""
+    first_bytes: int
+    """Where the first pack of a stream is closed; each next one at twice the size."""
+    most_bytes: int
+    """Where all later ones are closed."""
+
+    def closed_at(self, turn: int) -> int:
+        """Return the size at which pack number `turn` of a stream, from 0 on, is closed."""
+        return min(self.most_bytes, self.first_bytes << min(turn, 64))
+
+
+def plan_packs(
+    total: int,
+    capabilities: Capabilities,
+    *,
+    threads: int,
+    memory_bytes: int,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    beside_bytes: int = 0,
+    in_memory: int = limits.PACKS_AT_ONCE,
+    whole_bytes: int = 0,
+) -> PackPlan:
+    """Return how a write goes into packs.
+
+    Parameters
+    ----------
+    total
+        Bytes that the write will take at most.
+    threads
+        How many fill packs.
+    memory_bytes
+        What all packs together may hold in host memory. One pack of ``PACK_BYTES_MIN`` is begun
+        even if there is less.
+    chunk_bytes
+        Of the largest chunk: a pack is closed behind the one that fills it.
+    beside_bytes
+        What is held for a pack that is finished, instead of the pack: while it is read back.
+    in_memory
+        How many of the largest are to find room in that memory, where packs are collected there.
+    whole_bytes
+        Of the write of which this is a part, if it is one: the size of its packs goes by that, and
+        none is small to be the first, since other parts are on their way already.
+    """
+    whole = capabilities.pack_bytes
+    if capabilities.part_bytes < whole:  # bytes leave before their pack is full
+        first = most = whole
+        held, unfinished = capabilities.part_bytes, 2 * threads
+    else:
+        wanted = max(total, whole_bytes) // limits.PACKS_OF_A_WRITE
+        fitting = memory_bytes // in_memory - chunk_bytes
+        most = min(whole, max(limits.PACK_BYTES_MIN, min(wanted, fitting)))
+        overlaps = total >= _STREAM_BYTES and not whole_bytes
+        first = min(most, limits.PACK_BYTES_FIRST) if overlaps else most
+        held, unfinished = most + chunk_bytes, limits.PACKS_AT_ONCE
+    unfinished = max(1, min(unfinished, memory_bytes // max(1, held, beside_bytes)))
+    streams = max(1, min(threads, unfinished, total // _STREAM_BYTES))
+    return PackPlan(streams=streams, at_once=unfinished, first_bytes=first, most_bytes=most)
+
 
 After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
 """Told of each pack, by its name, and what is in it, when it is durable; calls the third between
@@ -245,3 +329,28 @@ class PackSink:
         for future in self._finishing:
             if future.done() and not future.cancelled():
                 future.result()
+
+
+def read_index(backend: Backend, pack: str, size_bytes: int) -> list[IndexRow]:
+    """Return the rows of a pack's index; checks header, trailer and index, no chunk.
+
+    Raises
+    ------
+    CorruptObjectError, UnsupportedFeatureError
+        One of the three is damaged, or of a newer format.
+    ObjectNotFoundError, ColdObjectError
+        The pack is gone, or has to be thawed first.
+    StorageError
+        The storage failed.
+    """
+
+    def read(offset: int, size: int) -> bytes:
+        memory = bytearray(size)
+        backend.read_into(pack_key(pack), offset, [memoryview(memory)])
+        return bytes(memory)
+
+    parse_header(read(0, HEADER_BYTES), pack_id=pack)
+    tail = read(max(0, size_bytes - TRAILER_BYTES), TRAILER_BYTES)
+    offset, count, checksum = parse_trailer(tail, pack_bytes=size_bytes, where=pack)
+    index = read(offset, count * INDEX_ROW_BYTES)
+    return parse_index(index, checksum=checksum, offset=offset, where=pack)

@@ -29,13 +29,13 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.plan import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.plan import ChunkRead, ReadItem, Span, plan_spans
 from ckptstore.objects.threads import in_threads
 
-__all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
+__all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_pieces"]
 
 
-FailureCallback = Callable[[Want, CkptStoreError], None]
+FailureCallback = Callable[[ReadItem, CkptStoreError], None]
 """Told of each piece that cannot be had; may be called from several threads, one at a time."""
 _ReadBase: TypeAlias = "tuple[int, ChunkHeader, memoryview]"
 """What deltas refer to, not decoded yet: its row, the header of its chunk, the stored bytes."""
@@ -43,7 +43,7 @@ _ReadBase: TypeAlias = "tuple[int, ChunkHeader, memoryview]"
 
 def read_pieces(
     table: PieceTable,
-    wants: Sequence[Want],
+    items: Sequence[ReadItem],
     *,
     backend: Backend,
     options: Options,
@@ -67,13 +67,13 @@ def read_pieces(
         The storage failed.
     """
     capabilities = backend.capabilities
-    spans = plan_spans(table, wants, capabilities)
+    spans = plan_spans(table, items, capabilities)
     run = _Reading(
         table=table,
         backend=backend,
         progress=progress,
         on_failure=on_failure,
-        total=int(sum(int(table.raw[want.row]) for want in wants)),
+        total=int(sum(int(table.raw[item.row]) for item in items)),
     )
     # A span, the slab of a chunk, and as much again for what deltas refer to.
     per_thread = (2 if table.base is None else 4) * capabilities.read_bytes_max
@@ -115,7 +115,7 @@ class _Reading:
             return
         deltas: dict[int, list[_Delta]] = {}
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
-            base = self.table.base_of(chunk.wants[0].row)
+            base = self.table.base_of(chunk.items[0].row)
             try:
                 if base is None:
                     self._chunk(span.pack, chunk, header, body, scratch)
@@ -130,8 +130,8 @@ class _Reading:
 
     def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
         """Fetch what deltas refer to, and apply each of them."""
-        wants = [Want(row=row, out=None, label="") for row in deltas]
-        for span in plan_spans(self.table, wants, self.backend.capabilities):
+        items = [ReadItem(row=row, out=None, label="") for row in deltas]
+        for span in plan_spans(self.table, items, self.backend.capabilities):
             self._bases(span, deltas, scratch)
 
     def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
@@ -142,16 +142,16 @@ class _Reading:
                 for chunk in span.chunks:
                     self._bases(Span(pack=span.pack, chunks=(chunk,)), deltas, scratch)
                 return
-            for want in span.chunks[0].wants:
-                self._base_lost(span, span.chunks[0].offset, deltas[want.row], error)
+            for item in span.chunks[0].items:
+                self._base_lost(span, span.chunks[0].offset, deltas[item.row], error)
             return
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
-            for want in chunk.wants:
+            for item in chunk.items:
                 try:
                     parsed = _checked(chunk, header, body)
-                    self._apply(span, chunk, (want.row, parsed, body), deltas[want.row], scratch)
+                    self._apply(span, chunk, (item.row, parsed, body), deltas[item.row], scratch)
                 except CorruptObjectError as error:
-                    self._base_lost(span, chunk.offset, deltas[want.row], error)
+                    self._base_lost(span, chunk.offset, deltas[item.row], error)
 
     def _apply(
         self,
@@ -172,7 +172,7 @@ class _Reading:
         inner, size = int(self.table.inner[row]), int(self.table.raw[row])
         base_id = self.table.ids[row].tobytes()
         for delta in deltas:
-            first = delta.chunk.wants[0]
+            first = delta.chunk.items[0]
             out = first.out
             direct = size == chunk.raw_bytes and out is not None
             slab = out if direct and out is not None else scratch.slab(chunk.raw_bytes)
@@ -201,15 +201,15 @@ class _Reading:
         return blake3_digest(whole[inner : inner + size]) == base_id
 
     def _hand_on(self, delta: _Delta, piece: memoryview) -> None:
-        """Give a piece that was decoded and checked to the others who want the same."""
-        first = delta.chunk.wants[0]
-        for want in delta.chunk.wants[1:]:
-            if self._piece(want.row) != self._piece(first.row):
-                self._failed(delta.pack, delta.chunk, _unlike_its_id(), only=want)
+        """Give a piece that was decoded and checked to the others who item the same."""
+        first = delta.chunk.items[0]
+        for item in delta.chunk.items[1:]:
+            if self._piece(item.row) != self._piece(first.row):
+                self._failed(delta.pack, delta.chunk, _unlike_its_id(), only=item)
                 continue
-            if want.out is not None:
-                want.out[:] = piece
-            for take in want.then:
+            if item.out is not None:
+                item.out[:] = piece
+            for take in item.then:
                 take(piece)
 
     def _base_lost(
@@ -245,11 +245,11 @@ class _Reading:
 
     def _direct(self, chunk: ChunkRead) -> memoryview | None:
         """Return the destination if the chunk is raw and wanted by one tensor alone."""
-        want = chunk.wants[0]
-        if self.table.base_of(want.row) is not None:
+        item = chunk.items[0]
+        if self.table.base_of(item.row) is not None:
             return None
-        if len(chunk.wants) == 1 and want.out is not None and chunk.stored_bytes == len(want.out):
-            return want.out if chunk.stored_bytes == chunk.raw_bytes else None
+        if len(chunk.items) == 1 and item.out is not None and chunk.stored_bytes == len(item.out):
+            return item.out if chunk.stored_bytes == chunk.raw_bytes else None
         return None
 
     def _chunk(
@@ -261,7 +261,7 @@ class _Reading:
         scratch: _ReadBuffer,
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
-        first = chunk.wants[0]
+        first = chunk.items[0]
         direct = body is first.out
         header = _checked(chunk, header_bytes, None if direct else body)
         if direct:
@@ -269,40 +269,40 @@ class _Reading:
                 raise _broken("an encoded chunk of its raw length")
             self._check(first, body)
             return
-        if len(chunk.wants) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
+        if len(chunk.items) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
             _decode(header, body, first.out)
             self._check(first, first.out)
             return
         slab = scratch.slab(chunk.raw_bytes)
         _decode(header, body, slab)
-        for want in chunk.wants:
-            inner = int(self.table.inner[want.row])
-            piece = slab[inner : inner + int(self.table.raw[want.row])]
+        for item in chunk.items:
+            inner = int(self.table.inner[item.row])
+            piece = slab[inner : inner + int(self.table.raw[item.row])]
             try:
-                self._check(want, piece)
+                self._check(item, piece)
             except CorruptObjectError as error:
-                self._failed(pack, chunk, error, only=want)
+                self._failed(pack, chunk, error, only=item)
                 continue
-            if want.out is not None:
-                want.out[:] = piece
+            if item.out is not None:
+                item.out[:] = piece
 
     def _piece(self, row: int) -> tuple[bytes, int]:
         """Return the id and the length that the manifest says."""
         return self.table.ids[row].tobytes(), int(self.table.raw[row])
 
-    def _check(self, want: Want, piece: memoryview) -> None:
-        if blake3_digest(piece) != self.table.ids[want.row].tobytes():
+    def _check(self, item: ReadItem, piece: memoryview) -> None:
+        if blake3_digest(piece) != self.table.ids[item.row].tobytes():
             raise _unlike_its_id()
-        for take in want.then:
+        for take in item.then:
             take(piece)
 
     def _failed(
-        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
+        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: ReadItem | None = None
     ) -> None:
         """Report the pieces of a chunk as lost, or raise for the first."""
         what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
-        for want in chunk.wants if only is None else (only,):
-            msg = f"tensor {want.label}: {what} (pack {pack}, byte {chunk.offset})"
+        for item in chunk.items if only is None else (only,):
+            msg = f"tensor {item.label}: {what} (pack {pack}, byte {chunk.offset})"
             lost = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
             )
@@ -310,10 +310,10 @@ class _Reading:
             if self.on_failure is None:
                 raise lost
             with self.lock:
-                self.on_failure(want, lost)
+                self.on_failure(item, lost)
 
     def _advance(self, span: Span) -> None:
-        raw = sum(int(self.table.raw[want.row]) for chunk in span.chunks for want in chunk.wants)
+        raw = sum(int(self.table.raw[item.row]) for chunk in span.chunks for item in chunk.items)
         with self.lock:
             self.done += raw
             self.progress(Progress(stage="read", done=self.done, total=self.total))
@@ -381,7 +381,7 @@ def _decode(
 
 
 def _broken(what: str) -> CorruptObjectError:
-    """Return the error of a chunk; whoever reports it says which."""
+    """Return the error of a chunk; the caller that reports it names the chunk."""
     return CorruptObjectError(what)
 
 

@@ -1,4 +1,4 @@
-"""The way of a tensor's bytes into packs: stage, digest, known?, codec, pack.
+"""Writing of tensors into packs: stage, digest, look up, encode, append.
 
 A plan of jobs is cut first, without touching a byte; worker threads then take one job after
 another, so that the memory in use is one chunk a worker and the packs that are open, whatever the
@@ -10,15 +10,18 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.codecs.codec_table import encode
+from ckptstore.chunking import cut, piece_bytes
+from ckptstore.codecs.codec_table import Encoded, encode
+from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
@@ -26,16 +29,97 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
-from ckptstore.objects.pack_plan import plan_packs
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackSink, plan_packs
 from ckptstore.objects.sources import Source
 from ckptstore.objects.threads import in_threads
-from ckptstore.objects.write_jobs import PieceJob, plan_jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceJob:
+    """One piece of a large tensor, or a batch of small tensors of one layout: one chunk."""
+
+    small: bool
+    """A batch. The length does not tell: the last piece of a large tensor may be short."""
+    sources: tuple[Source, ...]
+    slots: tuple[int, ...]
+    """Rows of the pieces."""
+    start: int
+    """Where the piece begins in its tensor; 0 for a batch."""
+    length: int
+    """Bytes, of a batch all together."""
+    layout: Layout
+    foreseen: tuple[bytes | None, ...]
+    """Per piece: its id, if that is known already."""
+
+
+def plan_jobs(
+    sources: Sequence[Source], chunk_bytes: int
+) -> tuple[tuple[int, ...], list[PieceJob]]:
+    """Cut every tensor; return the first row of each, and one more, and the jobs.
+
+    A tensor of at least ``SMALL_TENSOR_BYTES`` is cut into pieces, each a job; smaller ones are
+    one piece each, and those of one layout share jobs of at most ``SLAB_BYTES``.
+    """
+    first = [0]
+    jobs: list[PieceJob] = []
+    batches: dict[Layout, list[tuple[Source, int]]] = {}
+    filled: dict[Layout, int] = {}
+    for source in sources:
+        layout = layout_of(source.dtype)
+        slot = first[-1]
+        if source.nbytes >= limits.SMALL_TENSOR_BYTES:
+            length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
+            ids = _foreseen(source, -(-source.nbytes // length))
+            for (start, size), piece_id in zip(cut(source.nbytes, length), ids, strict=True):
+                jobs.append(_large(source, slot, start, size, layout, piece_id))
+                slot += 1
+        elif source.nbytes:
+            if filled.get(layout, 0) + source.nbytes > limits.SLAB_BYTES:
+                jobs.append(_batch(batches.pop(layout), layout))
+                filled[layout] = 0
+            batches.setdefault(layout, []).append((source, slot))
+            filled[layout] = filled.get(layout, 0) + source.nbytes
+            slot += 1
+        first.append(slot)
+    jobs.extend(_batch(batch, layout) for layout, batch in batches.items())
+    return tuple(first), jobs
+
+
+def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
+    """Return the id of each piece of a source, as far as they are known."""
+    return getattr(source, "piece_ids", None) or [None] * count  # a PieceSource may have them
+
+
+def _large(
+    source: Source, slot: int, start: int, length: int, layout: Layout, piece_id: bytes | None
+) -> PieceJob:
+    return PieceJob(
+        small=False,
+        sources=(source,),
+        slots=(slot,),
+        start=start,
+        length=length,
+        layout=layout,
+        foreseen=(piece_id,),
+    )
+
+
+def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> PieceJob:
+    members = tuple(members)
+    return PieceJob(
+        small=True,
+        sources=tuple(source for source, _ in members),
+        slots=tuple(slot for _, slot in members),
+        start=0,
+        length=sum(source.nbytes for source, _ in members),
+        layout=layout,
+        foreseen=tuple(_foreseen(source, 1)[0] for source, _ in members),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a save wrote."""
+    """Result of a write: the table of all pieces, and its cost."""
 
     table: PieceTable
     """From row ``first[-1]`` on: what deltas refer to, which earlier saves wrote."""
@@ -54,76 +138,54 @@ class Written:
     """How long at least one thread was writing, or waiting until a pack was durable."""
 
 
-@dataclass(slots=True)
-class _Columns:
-    """The rows of the table, filled by the workers: each row by one of them."""
+_ROW: Final = np.dtype(
+    [
+        ("ids", np.uint8, 32),
+        ("raw", np.uint32),
+        ("pack", np.uint32),
+        ("offset", np.uint64),
+        ("stored", np.uint32),
+        ("inner", np.uint32),
+        ("slab", np.uint32),
+    ]
+)
+"""One row of a :class:`PieceTable`, by the names of its columns."""
 
-    ids: npt.NDArray[np.uint8]
-    raw: npt.NDArray[np.uint32]
-    pack: npt.NDArray[np.uint32]
-    offset: npt.NDArray[np.uint64]
-    stored: npt.NDArray[np.uint32]
-    inner: npt.NDArray[np.uint32]
-    slab: npt.NDArray[np.uint32]
-    is_new: npt.NDArray[np.bool_]
-    stored_new: npt.NDArray[np.int64]
-    """As in :class:`Written`, `is_new` too."""
-    packs: dict[str, int] = field(default_factory=dict)
-    """Ids of packs to their places in the table."""
-    bases: dict[int, Base] = field(default_factory=dict)
-    """What rows refer to that are deltas."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards `packs` and `bases`."""
 
-    @classmethod
-    def empty(cls, count: int) -> _Columns:
-        """Return columns of so many rows, all zero."""
-        return cls(
-            ids=np.zeros((count, 32), np.uint8),
-            raw=np.zeros(count, np.uint32),
-            pack=np.zeros(count, np.uint32),
-            offset=np.zeros(count, np.uint64),
-            stored=np.zeros(count, np.uint32),
-            inner=np.zeros(count, np.uint32),
-            slab=np.zeros(count, np.uint32),
-            is_new=np.zeros(count, np.bool_),
-            stored_new=np.zeros(count, np.int64),
-        )
+class _Rows:
+    """The rows of the table in the making; each is filled by one worker."""
+
+    def __init__(self, count: int) -> None:
+        self._rows = np.zeros(count, _ROW)
+        self.is_new = np.zeros(count, np.bool_)
+        self.stored_new = np.zeros(count, np.int64)
+        """As in :class:`Written`, `is_new` too."""
+        self._packs: dict[str, int] = {}
+        """Ids of packs to their places in the table."""
+        self._bases: dict[int, Base] = {}
+        """The bases of rows that are deltas."""
+        self._lock = threading.Lock()
+        """Guards packs and bases."""
 
     def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
         """Say in row `slot` that a piece of `raw` bytes lies in a place."""
-        with self.lock:
-            self.pack[slot] = self.packs.setdefault(place.pack, len(self.packs))
+        with self._lock:
+            pack = self._packs.setdefault(place.pack, len(self._packs))
             if place.base is not None:
-                self.bases[slot] = place.base
-        self.ids[slot] = np.frombuffer(piece_id, np.uint8)
-        self.raw[slot] = raw
-        self.offset[slot] = place.offset
-        self.stored[slot] = place.stored_bytes
-        self.inner[slot] = place.inner
-        self.slab[slot] = place.slab_bytes
+                self._bases[slot] = place.base
+        where = (place.offset, place.stored_bytes, place.inner, place.slab_bytes)
+        self._rows[slot] = (np.frombuffer(piece_id, np.uint8), raw, pack, *where)
 
     def repeat(self, slot: int, of: int) -> None:
         """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
-        for column in (self.ids, self.raw, self.pack, self.offset, self.stored, self.inner):
-            column[slot] = column[of]
-        self.slab[slot] = self.slab[of]
-        if of in self.bases:
-            self.bases[slot] = self.bases[of]
+        self._rows[slot] = self._rows[of]
+        if of in self._bases:
+            self._bases[slot] = self._bases[of]
 
     def table(self) -> PieceTable:
         """Return the table, once every row is filled."""
-        table = PieceTable(
-            ids=self.ids,
-            raw=self.raw,
-            pack=self.pack,
-            offset=self.offset,
-            stored=self.stored,
-            inner=self.inner,
-            slab=self.slab,
-            packs=list(self.packs),
-        )
-        return with_bases(table, self.bases)
+        columns = {name: np.ascontiguousarray(self._rows[name]) for name in _ROW.names or ()}
+        return with_bases(PieceTable(**columns, packs=list(self._packs)), self._bases)
 
 
 @dataclass(slots=True)
@@ -172,30 +234,37 @@ def write_pieces(
     first, jobs = plan_jobs(sources, chunk_bytes)
     if deltas is not None:
         deltas.begin(first)
+    total = sum(source.nbytes for source in sources)
+    plan = plan_packs(  # as many packs at once as memory and size allow
+        total,
+        backend.capabilities,
+        threads=options.workers,
+        memory_bytes=options.host_bytes - options.workers * 3 * chunk_bytes,
+        chunk_bytes=chunk_bytes,
+    )
+    sink = PackSink(backend, environment, plan)
     saving = _PieceWrite(
-        columns=_Columns.empty(first[-1]),
+        rows=_Rows(first[-1]),
+        sink=sink,
         known=known,
         choice=choice,
-        total=sum(source.nbytes for source in sources),
+        total=total,
         progress=progress,
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
         clock=environment.monotonic,
         deltas=deltas,
     )
-    sink = _sink(backend, environment, options, total=saving.total, chunk_bytes=chunk_bytes)
     try:
-        saving.work(iter(jobs), sink, options.workers)
-        saving.finish(sink)
+        saving.work(iter(jobs), options.workers)
     except BaseException:
         sink.abort()
         raise
-    saving.resolve()
-    columns = saving.columns
+    rows = saving.rows
     return Written(
-        table=columns.table(),
+        table=rows.table(),
         first=first,
-        is_new=columns.is_new,
-        stored_new=columns.stored_new,
+        is_new=rows.is_new,
+        stored_new=rows.stored_new,
         pack_bytes=sink.stored_bytes,
         packs_count=sink.packs_count,
         seconds=saving.seconds(),
@@ -203,25 +272,12 @@ def write_pieces(
     )
 
 
-def _sink(
-    backend: Backend, environment: Environment, options: Options, *, total: int, chunk_bytes: int
-) -> PackSink:
-    """Return where the chunks of a save go: as many packs at once as memory and size allow."""
-    plan = plan_packs(
-        total,
-        backend.capabilities,
-        threads=options.workers,
-        memory_bytes=options.host_bytes - options.workers * 3 * chunk_bytes,
-        chunk_bytes=chunk_bytes,
-    )
-    return PackSink(backend, environment, plan)
-
-
 @dataclass(slots=True)
 class _PieceWrite:
     """One save while its workers run."""
 
-    columns: _Columns
+    rows: _Rows
+    sink: PackSink
     known: KnownPieces
     choice: CodecChoice
     total: int
@@ -240,21 +296,17 @@ class _PieceWrite:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def work(self, jobs: Iterator[PieceJob], sink: PackSink, workers: int) -> None:
-        """Run all jobs; raise the first failure once every worker has stopped."""
-        in_threads(
-            workers,
-            jobs,
-            lambda turn: self._worker(turn, sink),
-            self.stop,
-            name="ckptstore-save",
-        )
+    def work(self, jobs: Iterator[PieceJob], workers: int) -> None:
+        """Run all jobs, and return when every pack is durable.
 
-    def finish(self, sink: PackSink) -> None:
-        """Wait until every pack is durable."""
+        Raises the first failure once every worker has stopped.
+        """
+        in_threads(workers, jobs, self._worker, self.stop, name="ckptstore-save")
         began = self.clock()
-        sink.finish()
+        self.sink.finish()
         self.spent.append(_Spent(writing_s=self.clock() - began))
+        for slot, of in self.repeats:  # every place is known by now
+            self.rows.repeat(slot, of)
 
     def seconds(self) -> dict[str, float]:
         """Return where the seconds of all workers went."""
@@ -263,12 +315,7 @@ class _PieceWrite:
             for name in ("hashing_s", "encoding_s", "writing_s")
         }
 
-    def resolve(self) -> None:
-        """Give each repeated row its place, now that every place is known."""
-        for slot, of in self.repeats:
-            self.columns.repeat(slot, of)
-
-    def _worker(self, turn: int, sink: PackSink) -> Callable[[PieceJob], None]:
+    def _worker(self, turn: int) -> Callable[[PieceJob], None]:
         """Return the function that runs the jobs of one thread."""
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
@@ -280,33 +327,26 @@ class _PieceWrite:
             """Write the pieces of one job."""
             nonlocal shared
             if job.small:
-                self._small_pieces(turn, job, buffer, sink, spent)
+                self._small_pieces(turn, job, buffer, spent)
             else:
-                shared = self._large_piece(turn, job, buffer, sink, spent, shared=shared)
+                shared = self._large_piece(turn, job, buffer, spent, shared=shared)
             self._advance(job.length)
 
         return run
 
     def _large_piece(
-        self,
-        turn: int,
-        job: PieceJob,
-        buffer: memoryview,
-        sink: PackSink,
-        spent: _Spent,
-        *,
-        shared: bool,
+        self, turn: int, job: PieceJob, buffer: memoryview, spent: _Spent, *, shared: bool
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
-        source, foreseen = job.sources[0], job.foreseen[0]
-        if foreseen is not None and self._share(job.slot, foreseen, job.length):
+        source, slot, foreseen = job.sources[0], job.slots[0], job.foreseen[0]
+        if foreseen is not None and self._share(slot, foreseen, job.length):
             return True
         began = self.clock()
         if shared and (view := source.payload.view()) is not None:
             # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
             # them still.
             piece = view[job.start : job.start + job.length]
-            if self._share(job.slot, blake3_digest(piece), job.length):
+            if self._share(slot, blake3_digest(piece), job.length):
                 spent.hashing_s += self.clock() - began
                 return True
         staged = buffer[: job.length]
@@ -314,33 +354,20 @@ class _PieceWrite:
         piece_id = blake3_digest(staged)
         hashed = self.clock()
         spent.hashing_s += hashed - began
-        if self._share(job.slot, piece_id, job.length):
+        if self._share(slot, piece_id, job.length):
             return True
-        if self._claim(job.slot, piece_id):
+        if self._claim(slot, piece_id):
             base = None
             if self.deltas is None:
                 encoded = encode(staged, job.layout, self.choice)
             else:
-                encoded, base = self.deltas.encode(job.slot, piece_id, staged, job.layout)
-            ready = self.clock()
-            placed = sink.append(turn, encoded, piece_id, job.length)
-            spent.encoding_s += ready - hashed
-            spent.writing_s += self.clock() - ready
-            place = Location(
-                pack=placed.pack,
-                offset=placed.offset,
-                stored_bytes=placed.stored_bytes,
-                inner=0,
-                slab_bytes=job.length,
-                base=base,
-            )
-            self.columns.fill(job.slot, piece_id, job.length, place)
-            self.columns.stored_new[job.slot] = placed.stored_bytes + CHUNK_HEADER_BYTES
+                encoded, base = self.deltas.encode(slot, piece_id, staged, job.layout)
+            place = self._append(turn, encoded, piece_id, job.length, spent, hashed)
+            self.rows.fill(slot, piece_id, job.length, replace(place, base=base))
+            self.rows.stored_new[slot] = place.stored_bytes + CHUNK_HEADER_BYTES
         return False
 
-    def _small_pieces(
-        self, turn: int, job: PieceJob, buffer: memoryview, sink: PackSink, spent: _Spent
-    ) -> None:
+    def _small_pieces(self, turn: int, job: PieceJob, buffer: memoryview, spent: _Spent) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()
         filled = 0
@@ -363,29 +390,41 @@ class _PieceWrite:
         slab = buffer[:filled]
         encoded = encode(slab, job.layout, self.choice)
         slab_id = members[0][1] if len(members) == 1 else blake3_digest(slab)
+        place = self._append(turn, encoded, slab_id, filled, spent, hashed)
+        stored = place.stored_bytes + CHUNK_HEADER_BYTES
+        for slot, piece_id, inner, length in members:
+            self.rows.fill(slot, piece_id, length, replace(place, inner=inner))
+            share = stored * (inner + length) // filled - stored * inner // filled
+            self.rows.stored_new[slot] = share
+
+    def _append(
+        self,
+        turn: int,
+        encoded: Encoded,
+        chunk_id: bytes,
+        raw_bytes: int,
+        spent: _Spent,
+        hashed: float,
+    ) -> Location:
+        """Write a chunk whose encoding began at `hashed`; return where it lies."""
         ready = self.clock()
-        placed = sink.append(turn, encoded, slab_id, filled)
+        placed = self.sink.append(turn, encoded, chunk_id, raw_bytes)
         spent.encoding_s += ready - hashed
         spent.writing_s += self.clock() - ready
-        stored = placed.stored_bytes + CHUNK_HEADER_BYTES
-        for slot, piece_id, inner, length in members:
-            place = Location(
-                pack=placed.pack,
-                offset=placed.offset,
-                stored_bytes=placed.stored_bytes,
-                inner=inner,
-                slab_bytes=filled,
-            )
-            self.columns.fill(slot, piece_id, length, place)
-            share = stored * (inner + length) // filled - stored * inner // filled
-            self.columns.stored_new[slot] = share
+        return Location(
+            pack=placed.pack,
+            offset=placed.offset,
+            stored_bytes=placed.stored_bytes,
+            inner=0,
+            slab_bytes=raw_bytes,
+        )
 
     def _share(self, slot: int, piece_id: bytes, length: int) -> bool:
         """Let a row point to where its bytes lie already; return whether they do anywhere."""
         place = self.known.find(piece_id, length)
         if place is None:
             return False
-        self.columns.fill(slot, piece_id, length, place)
+        self.rows.fill(slot, piece_id, length, place)
         return True
 
     def _claim(self, slot: int, piece_id: bytes) -> bool:
@@ -395,7 +434,7 @@ class _PieceWrite:
             if of != slot:
                 self.repeats.append((slot, of))
                 return False
-        self.columns.is_new[slot] = True
+        self.rows.is_new[slot] = True
         return True
 
     def _advance(self, length: int) -> None:

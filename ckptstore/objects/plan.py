@@ -19,7 +19,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class ReadItem:
     """One piece that is asked for."""
 
     row: int
@@ -40,7 +40,7 @@ class ChunkRead:
     offset: int
     stored_bytes: int
     raw_bytes: int
-    wants: tuple[Want, ...]
+    items: tuple[ReadItem, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +62,32 @@ class Span:
         return last.offset + CHUNK_HEADER_BYTES + last.stored_bytes
 
 
-def plan_spans(table: PieceTable, wants: Sequence[Want], capabilities: Capabilities) -> list[Span]:
-    """Return the fetches for `wants`: each chunk once, neighbours joined, no span too large.
+def plan_spans(
+    table: PieceTable, items: Sequence[ReadItem], capabilities: Capabilities
+) -> list[Span]:
+    """Return the fetches for `items`: each chunk once, neighbours joined, no span too large.
 
     So that fetches run in parallel and memory stays bounded: see :func:`join_chunks`.
     """
-    rows = np.fromiter((want.row for want in wants), np.int64, len(wants))
+    rows = np.fromiter((item.row for item in items), np.int64, len(items))
     order = np.lexsort((table.inner[rows], table.offset[rows], table.pack[rows]))
     spans: list[Span] = []
-    ordered = (wants[at] for at in order)
-    for pack, found in groupby(ordered, lambda want: int(table.pack[want.row])):
-        by_chunk = groupby(found, lambda want: int(table.offset[want.row]))
+    ordered = (items[at] for at in order)
+    for pack, found in groupby(ordered, lambda item: int(table.pack[item.row])):
+        by_chunk = groupby(found, lambda item: int(table.offset[item.row]))
         chunks = (_chunk(table, tuple(members)) for _, members in by_chunk)
         joined = join_chunks(chunks, capabilities)
         spans += (Span(pack=table.packs[pack], chunks=tuple(part)) for part in joined)
     return spans
 
 
-def _chunk(table: PieceTable, members: tuple[Want, ...]) -> ChunkRead:
+def _chunk(table: PieceTable, members: tuple[ReadItem, ...]) -> ChunkRead:
     row = members[0].row
     return ChunkRead(
         offset=int(table.offset[row]),
         stored_bytes=int(table.stored[row]),
         raw_bytes=int(table.slab[row]),
-        wants=members,
+        items=members,
     )
 
 

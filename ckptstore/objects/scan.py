@@ -3,7 +3,7 @@
 Each chunk stands behind a header with a magic and a check sum of its own, so a pack gives up its
 chunks without index, header or manifest. After damage the next chunk is found by its magic, at
 any offset: bytes may also have been lost or inserted. What is found is only believed if the
-stored bytes match their check sum; whoever uses a chunk checks its content besides.
+stored bytes match their check sum; the caller checks the content of a chunk besides.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Arena:
         self.view = memoryview(b"")  # the map goes with its last view
 
     def _empty(self) -> None:
-        """Free the pages now, whoever still maps them; a look at them afterwards finds zeros."""
+        """Free the pages now, even where they are still mapped; later reads find zeros."""
         advice = getattr(mmap, "MADV_DONTNEED" if self.fd < 0 else "MADV_REMOVE", None)
         if self._pid == os.getpid() and advice is not None:
             with contextlib.suppress(OSError):  # locked: they go with the mapping

@@ -137,7 +137,7 @@ class _ChildSaver:
             case Forget():
                 self._arenas.pop(order.arena, None)
             case SaveJob():
-                self._writer.submit(order, self._arenas[order.arena])
+                self._writer.take(order, self._arenas[order.arena])
             case Compare():
                 self._writer.compare(order.number, order.digests)
             case Cancel():

@@ -62,7 +62,7 @@ class JobWriter:
         self._thread = threading.Thread(target=self._run, name="ckptstore-saver", daemon=True)
         self._thread.start()
 
-    def submit(self, job: SaveJob, memory: memoryview) -> None:
+    def take(self, job: SaveJob, memory: memoryview) -> None:
         """Take a job over, and the arena that it lies in; it is written once it has its digests."""
         task = _Task(job=job, memory=memory)
         with self._lock:

@@ -74,7 +74,7 @@ class PendingSave:
 
     @property
     def receipt(self) -> Receipt:
-        """How far it has come, and what it took so far."""
+        """Progress and cost so far."""
         return self._save.receipt()
 
     @property

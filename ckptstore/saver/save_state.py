@@ -86,7 +86,7 @@ class BackgroundSave:
 
     @property
     def state(self) -> ReceiptState:
-        """How far it is."""
+        """The state it is in."""
         return self._state
 
     @property
@@ -101,7 +101,7 @@ class BackgroundSave:
 
     @property
     def progress(self) -> Progress:
-        """How many bytes are done."""
+        """Bytes that are done."""
         return self._progress
 
     @property

@@ -58,7 +58,7 @@ class Saver:
 
     @property
     def in_flight(self) -> int:
-        """How many saves are under way."""
+        """Number of saves under way."""
         return len(self._under_way)
 
     # --- saving -------------------------------------------------------------------------------

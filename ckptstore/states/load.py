@@ -22,10 +22,10 @@ from ckptstore.tensors.restore import MapLocation, Restorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What the user asks for."""
+    """The arguments of a load."""
 
     include: Sequence[Pattern] | None = None
-    """Patterns of which a leaf must match one; None for all."""
+    """Patterns; a leaf must match one. None for all."""
     exclude: Sequence[Pattern] | None = None
     map_location: MapLocation = None
     into: object = None
@@ -98,5 +98,5 @@ def read_records(
 
 
 def _count_on(progress: ProgressCallback, done: int, total: int, step: Progress) -> None:
-    """Report a step of a batch as one of the whole load, of which `done` bytes were read before."""
+    """Report a step of a batch as one of the whole load; `done` bytes were read before."""
     progress(Progress(stage=step.stage, done=done + step.done, total=total))

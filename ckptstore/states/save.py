@@ -9,7 +9,7 @@ from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.config import check_choice
-from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import TensorRecord
@@ -97,12 +97,7 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
     )
     wishes = {}
     if encodings:
-        wishes = encodings.wishes(
-            [
-                EncodingTarget(path, record.role, record.dtype, record.shape)
-                for path, record in zip(first_paths, records, strict=True)
-            ]
-        )
+        wishes = encodings.wishes(list(zip(first_paths, records, strict=True)))
     return Draft(
         sources=flat.tensors,
         records=records,

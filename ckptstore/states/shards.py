@@ -62,7 +62,7 @@ def write_part(
     """Write this rank's part of a state; return when its packs are durable.
 
     The tensors must not change during the call. Nothing becomes visible: the packs are orphans
-    until :func:`ckptstore.checkpoint.commit_parts.commit_parts` names them.
+    until :func:`ckptstore.checkpoint.assemble.commit_parts` names them.
 
     Parameters
     ----------

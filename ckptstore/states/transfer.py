@@ -25,8 +25,7 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.load import read_records
-from ckptstore.tensors.into import kind_of
-from ckptstore.tensors.restore import Restorer
+from ckptstore.tensors.restore import Restorer, kind_of
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 __all__ = ["Mismatch", "TransferReport", "TransferRequest", "transfer"]

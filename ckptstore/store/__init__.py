@@ -4,8 +4,7 @@ Importing it does not import torch: what needs tensors is imported when it is fi
 the command line stays quick.
 """
 
-from ckptstore.store.mending import mend_keys, mend_superblock, rotate_key
-from ckptstore.store.opening import open_store
+from ckptstore.store.opening import mend_keys, mend_superblock, open_store, rotate_key
 from ckptstore.store.run import Run
 from ckptstore.store.store import Store
 

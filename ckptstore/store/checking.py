@@ -1,4 +1,4 @@
-"""Methods of :class:`ckptstore.Store` that check and repair."""
+"""Methods of :class:`ckptstore.Store` that check, repair, count and compare."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from ckptstore.replicas.places import name_in
 from ckptstore.repo import Repo, open_repo
 from ckptstore.store.replicating import Place
 from ckptstore.store.store_session import HasSession, Session
-from ckptstore.store.version_lookup import named_versions
+from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
+    from ckptstore.catalog.commits import Commit
     from ckptstore.maintenance.check.verify import Level, VerifyReport
     from ckptstore.maintenance.repair.repair_report import RepairReport
+    from ckptstore.maintenance.reports.diff import DiffReport
+    from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
+    from ckptstore.maintenance.reports.usage import StoreStats, VersionUsage
 
 
 def verify(
@@ -109,8 +113,8 @@ def repair(
 ) -> RepairReport:
     """Bring back what is damaged as far as it can be had, and say exactly what is lost.
 
-    Nothing is deleted and no object is changed: what is brought back is written anew, and a
-    commit makes the versions lie there. Versions of which something stays lost are recorded
+    Nothing is deleted and no object is changed: recovered data is written again, and a
+    commit makes the versions lie there. Versions that stay incomplete are recorded
     as damaged, so that no save shares with them.
 
     Parameters
@@ -181,3 +185,108 @@ def _second_stores(
             opening = open_repo(each, options=Options(read_only=True), key=key)
             found.append(stack.enter_context(opening))
     return found
+
+
+def log(self: HasRepo, *, first: int = 1) -> list[Commit]:
+    """Return the commits from number `first` on, oldest first; reads each of them.
+
+    Raises
+    ------
+    CorruptObjectError
+        A commit is damaged or the history was changed; the message names it.
+    """
+    self.repo.check_open()
+    return list(self.repo.log.commits(first))
+
+
+def diff(self: HasSession, first: str, second: str) -> DiffReport:
+    """Compare two versions by digest, and by value when asked.
+
+    See :mod:`ckptstore.maintenance.reports.diff`.
+
+    What is not here, or damaged, is read from a replica, as in :meth:`load`.
+
+    Raises
+    ------
+    VersionNotFoundError
+        A ref names no version, or one that has only its record, and no replica helps.
+    CorruptObjectError
+        A manifest is damaged, and no replica helps.
+    """
+    from ckptstore.maintenance.reports.diff import diff
+
+    return diff(
+        self._session.repo,
+        self._session.replicas.content,
+        named_version(self._session.repo, first),
+        named_version(self._session.repo, second),
+    )
+
+
+def prometheus(self: HasSession) -> str:
+    """Return the figures of the store, and of the saves of this process, for Prometheus.
+
+    Reads the log, and nothing else of the storage. Serve it by any HTTP server, or write it
+    to a file for node_exporter; ``ckptstore stats --prometheus`` prints the store's part.
+
+    Raises
+    ------
+    StorageError, CorruptObjectError
+        The log cannot be read.
+    """
+    from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
+
+    session = self._session
+    saver = session.own_saver
+    process = ProcessFigures(
+        outcomes=session.events.counts(),
+        in_flight=0 if saver is None else saver.in_flight,
+        staging_bytes=0 if saver is None else saver.dispatcher.size_bytes,
+    )
+    return exposition(session.repo.refresh(), process)
+
+
+def usage(self: HasRepo, run: str | None = None) -> list[VersionUsage]:
+    """Return the bytes of each version, oldest first, from the catalog alone.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    """
+    from ckptstore.maintenance.reports.usage import usage
+
+    return usage(self.repo.refresh(), run)
+
+
+def stats(self: HasRepo) -> StoreStats:
+    """Return the totals of the store; lists every object.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    from ckptstore.maintenance.reports.usage import store_stats
+
+    return store_stats(self.repo)
+
+
+def sharing(self: HasRepo, *, progress: ProgressCallback = silent) -> SharedUsage:
+    """Return the bytes of runs and versions, alone and together; reads every live manifest.
+
+    See :func:`ckptstore.maintenance.reports.sharing.shared_usage`.
+    """
+    from ckptstore.maintenance.reports.sharing import shared_usage
+
+    return shared_usage(self.repo, progress=progress)
+
+
+def sharing_of(self: HasRepo, ref: str, *, progress: ProgressCallback = silent) -> VersionSharing:
+    """Return the bytes of a version, and the versions that share them; reads every live manifest.
+
+    See :func:`ckptstore.maintenance.reports.sharing.version_sharing`.
+    """
+    from ckptstore.maintenance.reports.sharing import version_sharing
+
+    return version_sharing(self.repo, named_version(self.repo, ref), progress=progress)

@@ -56,7 +56,7 @@ def load(
     """Return the state of a version, every byte checked.
 
     What is not here (any more), or is damaged, is read from the nearest replica that has a
-    name and has the version, what is here, here; the logger ``ckptstore`` says so once.
+    name and has the version; the logger ``ckptstore`` says so once.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def load(
     fall_through
         Whether replicas are asked at all.
     refill
-        A version of which only the record is here is brought back from a replica first
+        A version that has only its record here is brought back from a replica first
         (:meth:`replicate`), and then loaded from here.
 
     Raises

@@ -66,7 +66,7 @@ class Opening:
 def pickled(
     url: str, opening: Opening | None, replicas: ReplicaOptions, *, writes_back: bool
 ) -> bytes:
-    """Return what :func:`unpickled` takes.
+    """Return the argument of :func:`unpickled`.
 
     Raises
     ------

@@ -72,7 +72,7 @@ def add_replica(
 
 
 def remove_replica(self: HasRepo, name: str) -> None:
-    """Forget the name of a replica; nothing is deleted there, nor what is noted of it here.
+    """Forget the name of a replica; nothing is deleted there, and notes about it stay here.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def replicate(
     refs
         Versions; with neither `refs` nor `runs` nor `keep`: all of the store.
     runs
-        Names of runs, of which all versions count.
+        Names of runs, whose versions all count.
     keep
         Rules as in a retention policy, such as ``"tagged, best 2 val_loss"``: the versions of
         `runs`, or of all runs, that they would keep.
@@ -150,7 +150,7 @@ def replicate(
         Opens the other store if it is encrypted, and makes a new one such; as
         ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
     again
-        Whether versions come that the other store has deleted, or of which it keeps less than
+        Whether versions come that the other store has deleted, or keeps less of than
         this one. None: those that `refs` name alone. Others are ``left`` in the report.
     dry_run
         Change nothing; the report says what would travel.
@@ -222,7 +222,7 @@ def evict(
     the next collection (:meth:`gc`).
 
     What goes is pinned in the replica, for this store: no retention and no removal there takes
-    what may be the only copy by then. The pin goes when the content comes back here
+    what may be the only copy. The pin goes when the content comes back here
     (``refill=True``, :meth:`replicate`), or, with the next eviction, when the version is
     deleted here; or by hand there (:meth:`unpin`, :meth:`unpin_for`).
 
@@ -234,7 +234,7 @@ def evict(
     replica
         Its name; see :meth:`add_replica`.
     runs
-        Names of runs, of which all versions count.
+        Names of runs, whose versions all count.
     keep
         Rules as in a retention policy, such as ``"last 5, best 2 val_loss"``: what they name
         stays, of `runs` or of all runs.
@@ -403,7 +403,7 @@ def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
 def _target(
     session: Session, to: Place, key: KeyInput | None, *, dry_run: bool
 ) -> AbstractContextManager[Repo]:
-    """Return what gives the other store: as it is open, or opened for the length of a block."""
+    """Return a context with the other store: the open one, or one that is open for the block."""
     name = name_in(to)
     if name is None and not isinstance(to, HasRepo):
         return open_target(session.repo, to, dry_run=dry_run, encryption_key=key)

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """Which way each metric gets better: what the run has declared, and what was given."""
+        """Direction in which each metric gets better: declared by the run, or given."""
         catalog = self._session.repo.refresh()
         known = catalog.run(self.name).metrics if catalog.has_run(self.name) else {}
         return {**self._directions, **known}
@@ -165,7 +165,7 @@ class Run:
         adapters
             Ways to represent objects of other types.
         retain
-            Carry out the retention policy of the run afterwards. The version is durable by then:
+            Carry out the retention policy of the run afterwards. The version is durable already:
             if that fails, it is logged, and the next time catches up.
         progress
             Called with the bytes done.
@@ -442,7 +442,7 @@ class Run:
         Raises
         ------
         VersionNotFoundError
-            It names no version, or one of which only the record is kept.
+            It names no version, or one that has only its record.
         ReadOnlyError, UnsafeBackendError, StorageError
             It could not be committed.
         """

@@ -15,7 +15,7 @@ from ckptstore.format.names import check_run_name
 from ckptstore.model import RunInfo, Version
 from ckptstore.replicas.options import ReplicaOptions
 from ckptstore.repo import Repo
-from ckptstore.store import archiving, checking, loading, replicating, reporting, retaining
+from ckptstore.store import checking, loading, replicating, retaining
 from ckptstore.store.pickling import Opening, unpickled
 from ckptstore.store.run import Run
 from ckptstore.store.store_session import Session
@@ -88,7 +88,7 @@ class Store:
             _log.warning("%s, besides what ended the block", failure)
 
     def close(self) -> None:
-        """Wait for saves in the background and for what is written back; release connections.
+        """Wait for background saves and for write-backs; release connections.
 
         Idempotent.
 
@@ -202,8 +202,8 @@ class Store:
         """
         return named_version(self.repo, ref)
 
-    log = reporting.log
-    diff = reporting.diff
+    log = checking.log
+    diff = checking.diff
 
     # --- loads ------------------------------------------------------------------------------------
     version = loading.version
@@ -256,7 +256,7 @@ class Store:
         """
         return self._session.events.observe(observer)
 
-    prometheus = reporting.prometheus
+    prometheus = checking.prometheus
 
     @property
     def _saver(self) -> Saver:
@@ -347,17 +347,17 @@ class Store:
     remove = retaining.remove
     undelete = retaining.undelete
     gc = retaining.gc
-    archive = archiving.archive
-    thaw = archiving.thaw
+    archive = retaining.archive
+    thaw = retaining.thaw
 
     # --- checks and figures -----------------------------------------------------------------------
     verify = checking.verify
 
     repair = checking.repair
-    usage = reporting.usage
-    stats = reporting.stats
-    sharing = reporting.sharing
-    sharing_of = reporting.sharing_of
+    usage = checking.usage
+    stats = checking.stats
+    sharing = checking.sharing
+    sharing_of = checking.sharing_of
 
     # --- replicas ---------------------------------------------------------------------------------
     add_replica = replicating.add_replica

@@ -63,7 +63,7 @@ class Session:
         return _unpickled, (self.pickled(),)
 
     def pickled(self) -> bytes:
-        """Return what :func:`ckptstore.store.pickling.unpickled` takes; raises InvalidInputError.
+        """Return the pickle of the opening; raises InvalidInputError.
 
         See :func:`ckptstore.store.pickling.pickled`.
         """
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def own_saver(self) -> Saver | None:
-        """What saves in the background, if this very process has begun to.
+        """The saver of background saves, if this very process has one.
 
         That of a process that this one was forked from is left alone: its threads are not here,
         its locks may be held for ever, and its errors are not this one's.
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def saver(self) -> Saver:
-        """What saves in the background, one for all threads; a forked child gets its own."""
+        """The saver of background saves, one for all threads; a forked child gets its own."""
         self.repo.check_open()
         saver = self.own_saver
         if saver is None:
@@ -134,7 +134,7 @@ class Session:
         return saver
 
     def save(self, state: object, request: SaveRequest) -> Version:
-        """Save in the foreground, after what is under way for the run; tell what became of it."""
+        """Save in the foreground, after background saves of the run; emit an event."""
         from ckptstore.states.save import save_version
 
         saver = self.own_saver

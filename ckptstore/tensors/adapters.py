@@ -101,13 +101,7 @@ _HOLD_MORE = (dict, list, set, frozenset, str, bytes, bytearray, int, float, com
 
 
 def _converters(kind: type[Any]) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """Return two functions: from an object of the class `kind` to a state, and back.
-
-    Raises
-    ------
-    InvalidInputError
-        `kind` is none of these kinds of class.
-    """
+    """Return two functions: from an object of the class `kind` to a state, and back."""
     if isinstance(kind, type):
         if issubclass(kind, enum.Enum):
             return operator.attrgetter("value"), kind

@@ -16,22 +16,18 @@ import torch
 from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.format.skeleton import BUFFER, BUFFER_TRANSIENT, PARAMETER, REQUIRES_GRAD
 
-SPARSE_LAYOUTS: Final[Mapping[torch.layout, str]] = {
-    torch.sparse_coo: "coo",
-    torch.sparse_csr: "csr",
-    torch.sparse_csc: "csc",
-    torch.sparse_bsr: "bsr",
-    torch.sparse_bsc: "bsc",
+_BY_NAME: Final[Mapping[str, torch.layout]] = {
+    name: getattr(torch, f"sparse_{name}") for name in ("coo", "csr", "csc", "bsr", "bsc")
 }
-_BY_NAME: Final = {name: layout for layout, name in SPARSE_LAYOUTS.items()}
+SPARSE_LAYOUTS: Final = {layout: name for name, layout in _BY_NAME.items()}
 _BY_ROWS: Final = ("csr", "bsr")
 _FIELDS: Final[Mapping[str, Any]] = {
-    "tensors": dict,
     "dtype": torch.dtype,
     "shape": torch.Size,
     "stride": (tuple, type(None)),
-    "flags": int,
+    "tensors": dict,
     "context": object,
+    "flags": int,
 }
 
 
@@ -131,7 +127,7 @@ def _described(
 
 
 def _checked(state: object) -> tuple[Any, ...]:
-    """Return dtype, shape, stride, tensors, context and flags, their types checked."""
+    """Return the values of the fields, in their order, with their types checked."""
     if not isinstance(state, dict) or state.keys() != _FIELDS.keys():
         raise CorruptObjectError(f"its fields are not {', '.join(_FIELDS)}")
     for name, kind in _FIELDS.items():
@@ -140,9 +136,7 @@ def _checked(state: object) -> tuple[Any, ...]:
     for name, part in state["tensors"].items():
         if not isinstance(name, str) or not isinstance(part, torch.Tensor):
             raise CorruptObjectError(f"its part {name!r} is no tensor with a name")
-    return tuple(
-        [state[name] for name in ("dtype", "shape", "stride", "tensors", "context", "flags")]
-    )
+    return tuple([state[name] for name in _FIELDS])
 
 
 def flags_of(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ from ckptstore.tensors.tensor_bytes import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Quantized:
+class Quantized(NamedTuple):
     """The parts of a quantized tensor."""
 
     integers: torch.Tensor
@@ -61,9 +60,7 @@ def describe_quantized(tensor: torch.Tensor) -> Quantized:
         shape = tuple(tensor.shape)
         nbytes = _packed_bytes(shape, per_byte)
         integers = tensor_over(tensor.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
-    return Quantized(
-        integers=integers, dtype=dtype, shape=shape, scheme=scheme, parameters=parameters
-    )
+    return Quantized(integers, dtype, shape, scheme, parameters)
 
 
 def _packed_bytes(shape: tuple[int, ...], per_byte: int) -> int:

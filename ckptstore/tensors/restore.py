@@ -11,12 +11,15 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
+from ckptstore.format.dtypes import strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
@@ -24,21 +27,15 @@ from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, check_record
-from ckptstore.tensors.into import (
-    ON_CPU,
-    check_apart,
-    check_target,
-    decodable,
-    is_view,
-    tensors_of,
-)
-from ckptstore.tensors.tensor_bytes import dtype_named
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, extent_of
 
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str | torch.device] | Callable[..., Any] | None"
 )
 
 _CPU: Final = torch.device("cpu")
+_ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
+"""Kinds of leaves that torch.device does not apply to: they are read back on the CPU."""
 
 
 class Restorer:
@@ -142,7 +139,7 @@ class Restorer:
         devices: dict[int, torch.device] = {}
         known: dict[str, torch.device] = {}
         for leaf in self._leaves:
-            if leaf.kind in ON_CPU or self._records[leaf.index].role == "rng":
+            if leaf.kind in _ON_CPU or self._records[leaf.index].role == "rng":
                 devices[leaf.index] = _CPU
                 continue
             saved = _saved_device(leaf.node)
@@ -153,8 +150,8 @@ class Restorer:
 
     def _plan_into(self, into: object) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
-        viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and is_view(leaf)}
-        for path, target in tensors_of(into, (), 0):
+        viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and _is_view(leaf)}
+        for path, target in _tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None and any(found[: len(path)] == path for found in by_path):
                 raise InvalidInputError(
@@ -171,12 +168,12 @@ class Restorer:
                     else "leave it out of into; Store.load_into fills what fits and lists the rest",
                 )
             record = self._records[leaf.index]
-            check_target(leaf, record, target)
+            _check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
-            if direct and decodable(record, target):
+            if direct and _decodable(record, target):
                 self._direct[leaf.index] = target
-        check_apart(self._targets, by_path, self._direct)
+        _check_apart(self._targets, by_path, self._direct)
 
 
 def _device_for(saved: str, map_location: MapLocation) -> torch.device:
@@ -219,3 +216,118 @@ def _saved_device(node: Node) -> str:
         if at is not None and len(node) > at:
             return str(node[at])
     return "cpu"
+
+
+# --- tensors that a load fills in place -----------------------------------------------------------
+
+
+def _is_view(leaf: Leaf) -> bool:
+    """Return whether a leaf is a view of only a part of its record's memory."""
+    node = leaf.node
+    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
+    return isinstance(inner, list) and inner[0] == "V"
+
+
+def _tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.Tensor]]:
+    """Return the tensors of a state that lies at `path`, `depth` levels down, with their paths.
+
+    Raises
+    ------
+    InvalidInputError
+        The state is a module, or nested too deep.
+    """
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if isinstance(value, torch.nn.Module):
+        raise InvalidInputError(
+            "into must be a state, not a module", hint="pass into=module.state_dict()"
+        )
+    if depth > 64:
+        raise InvalidInputError("into is nested too deep")
+    found: list[tuple[Path, torch.Tensor]] = []
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            found += _tensors_of(item, (*path, key), depth + 1)
+    elif isinstance(value, list | tuple | deque):
+        for at, item in enumerate(value):
+            found += _tensors_of(item, (*path, at), depth + 1)
+    return found
+
+
+def _check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> None:
+    """Refuse a tensor that a leaf cannot be read into.
+
+    Raises
+    ------
+    InvalidInputError
+        The leaf is no tensor, or its dtype or shape differs; names the path.
+    """
+    where = repr(path_text(leaf.path))
+    if leaf.kind in _ON_CPU or leaf.kind == "quantized":
+        raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
+    if target.layout != torch.strided or target.is_meta or target.is_quantized:
+        raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
+    dtype, shape = kind_of(leaf, record)
+    if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
+        raise InvalidInputError(
+            f"{where} is {dtype}{list(shape)} in the version, but {dtype_text(target.dtype)}"
+            f"{list(target.shape)} in into",
+            hint="leave it out of into, or of the load (exclude=)",
+        )
+
+
+def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a leaf; a view has its own."""
+    node = leaf.node
+    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
+        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
+    return record.dtype, record.shape
+
+
+def _decodable(record: TensorRecord, target: torch.Tensor) -> bool:
+    """Return whether the bytes can be decoded straight into the target's memory."""
+    if record.blocks is not None or not target.is_cpu or target.is_conj() or target.is_neg():
+        return False
+    if record.order is None and target.is_contiguous():
+        return True
+    strides = strides_of(record.shape, record.order)
+    pairs = zip(record.shape, target.stride(), strides, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+
+
+def _check_apart(
+    targets: Mapping[Path, torch.Tensor],
+    leaves: Mapping[Path, Leaf],
+    direct: Mapping[int, torch.Tensor],
+) -> None:
+    """Refuse memory that would receive two different tensors of the version.
+
+    Parameters
+    ----------
+    targets
+        The tensors to fill.
+    leaves
+        The leaves of the version.
+    direct
+        By record: the tensor that receives its decoded bytes.
+
+    Raises
+    ------
+    InvalidInputError
+        Two tensors share memory; names their paths.
+    """
+    spans: list[tuple[str, int, int, int, Path]] = []
+    for path, target in targets.items():
+        leaf = leaves[path]
+        if leaf.index in direct and target.numel():
+            start = target.data_ptr()
+            stop = start + extent_of(target) * target.element_size()
+            spans.append((str(target.device), start, stop, leaf.index, path))
+    spans.sort(key=lambda span: span[:3])
+    for before, after in itertools.pairwise(spans):
+        if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
+            a, b = path_text(before[4]), path_text(after[4])
+            raise InvalidInputError(
+                f"{a!r} and {b!r} share memory in into, but are two tensors in the version",
+                hint="leave one of them out of into",
+            )

@@ -17,11 +17,11 @@ from ckptstore.errors import CorruptObjectError, CorruptTensorError, LimitError
 from ckptstore.events import silent
 from ckptstore.format import framing
 from ckptstore.format import manifest as manifests
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.format.tables import NO_BASE
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.store import Store
 
 Backends = Callable[[], MemoryBackend]
@@ -350,14 +350,14 @@ def test_a_manifest_with_two_lengths_of_one_delta_gives_an_error(store: Store) -
              for name in names}  # fmt: skip
     raw = changed(table.raw, rows[1], table.raw[rows[0]] - 4)
     lying = PieceTable(packs=table.packs, raw=raw, **parts)
-    wants = [
-        Want(row=row, out=memoryview(bytearray(int(raw[row]))), label="model.weight")
+    items = [
+        ReadItem(row=row, out=memoryview(bytearray(int(raw[row]))), label="model.weight")
         for row in rows[:2]
     ]
     with pytest.raises(CorruptTensorError, match=r"model\.weight: content does not match"):
         read_pieces(
             lying,
-            wants,
+            items,
             backend=store.repo.backend,
             options=store.repo.options,
             progress=silent,

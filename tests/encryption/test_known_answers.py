@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.hmac import HMAC
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
@@ -19,7 +20,6 @@ from ckptstore.format.encryption import (
     decode_key_record,
     encode_key_record,
 )
-from ckptstore.testing.environment import SimulatedEnvironment
 
 STORE_ID = "0123456789abcdef0123456789abcdef"
 

@@ -17,6 +17,7 @@ from faultkit.stores import (
     version_ids,
 )
 from shortening import is_short, places
+from simulated_environment import SimulatedEnvironment
 from threadwatch import threads_left
 
 from ckptstore import limits
@@ -32,7 +33,6 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend, When
 
 pytestmark = pytest.mark.timeout(180)

@@ -30,7 +30,6 @@ from ckptstore.codecs.plane_layout import Layout
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton_check import validate
@@ -41,6 +40,7 @@ from ckptstore.format.snapshot import (
     decode_snapshot,
 )
 from ckptstore.format.superblock import decode_superblock
+from ckptstore.format.tables import NO_BASE
 from ckptstore.hashing import xxh3_64
 from ckptstore.tensors.restore import Restorer
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CondemnedError, PolicyError
 from ckptstore.repo import create_on
-from ckptstore.testing.environment import SimulatedEnvironment
 
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 CHUNK = 1 << 16

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
@@ -16,7 +17,6 @@ from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
 from ckptstore.model import Version
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 __all__ = ["Place", "delete", "equal", "needs", "new_place", "parts_of", "undelete"]
 

@@ -35,20 +35,20 @@ from typing import Any
 import numpy as np
 import torch
 from arranged_state import arranged_state
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import keyring, limits, repo
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.replica_ops import name_replica, unname_replica
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import commit_parts
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.config import Options
 from ckptstore.repo import Finding, Repo, create_on
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
-from ckptstore.testing.environment import SimulatedEnvironment
 
 
 class Money:

@@ -10,11 +10,11 @@ import sys
 
 import torch
 from make_golden import create
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import keyring
 from ckptstore.backends.sealing import UserKey
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 
 def make(folder: pathlib.Path) -> None:

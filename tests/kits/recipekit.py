@@ -21,7 +21,7 @@ from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import path_text
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.hashing import blake3_digest
 from ckptstore.model import Version
 from ckptstore.states.save import draft_of

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from simulated_environment import SimulatedEnvironment
+
 from ckptstore.backends.base import (
     Backend,
     Buffer,
@@ -21,7 +23,6 @@ from ckptstore.config import Options
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError
 from ckptstore.repo import Finding, open_on
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 __all__ = ["Crash", "Fate", "Late", "SimClient", "trusting"]
 

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simclients import Fate, Late, SimClient, trusting
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
@@ -33,7 +34,6 @@ from ckptstore.errors import CkptStoreError, IntegrityError, ObjectExistsError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 CLIENTS = 4
 FATES: list[Fate] = ["lose request", "lose answer", "late", "twice", "crash", "crash after"]

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore.errors import InvalidInputError, SaveBusyError, StorageError
 from ckptstore.integrations.preemption import Preemption
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Lines of code that there may be. Lower it after taking something out; the aim is 39,000.
-BUDGET = 43_950
+# Lines of code that there may be. Lower it after taking something out.
+BUDGET = 39_000
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -139,7 +139,7 @@ def test_arithmetic_that_differs_is_noticed(store: Store, made: str) -> None:
 
 @pytest.mark.parametrize("what", [0, -1, slice(None)])
 @pytest.mark.short(sample=1)
-def test_rough_arithmetic_is_found_out(store: Store, what: Any) -> None:  # noqa: ANN401
+def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) -> None:  # noqa: ANN401
     """What is faster may be wrong, in one element or all: then the definition decides."""
     state = _state()
     state["large"][7, 7] = float("nan")
@@ -160,7 +160,7 @@ def test_rough_arithmetic_is_found_out(store: Store, what: Any) -> None:  # noqa
         _no_second_reading(),
     ):
         store.load("gpt@0", into=target)
-    assert sum(asked) >= 1 << 16
+    assert sum(asked) >= 900_000
     for name, tensor in state.items():
         assert torch.equal(target[name].isnan(), tensor.isnan())
         assert torch.equal(target[name].nan_to_num(), tensor.nan_to_num())
@@ -218,7 +218,7 @@ def test_any_order_of_pieces_gives_the_digest(count: int, data: st.DataObject) -
     for piece in data.draw(st.permutations(range(len(pieces)))):
         one.taking(piece)(pieces[piece])
     assert bytes(out) == _wanted(values)
-    assert one.made().digest() == blake3_digest(bytes(out))
+    assert one.made(values.view(np.uint8).data).digest() == blake3_digest(bytes(out))
 
 
 def test_many_threads_make_the_pieces_of_one_tensor() -> None:
@@ -242,5 +242,5 @@ def test_many_threads_make_the_pieces_of_one_tensor() -> None:
         with ThreadPoolExecutor(4) as pool:
             for done in [pool.submit(make, order[at::4]) for at in range(4)]:
                 done.result()
-        assert one.made().digest() == blake3_digest(bytes(out))
+        assert one.made(values.view(np.uint8).data).digest() == blake3_digest(bytes(out))
         assert bytes(out) == _wanted(values)

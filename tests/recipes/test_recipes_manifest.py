@@ -21,8 +21,7 @@ from ckptstore.errors import CorruptObjectError, LimitError, UnsupportedFeatureE
 from ckptstore.format import framing, manifest, skeleton
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import FLAG_RECIPES, Manifest, PieceTable, TensorRecord
-from ckptstore.format.recipes import CASTS, CODES, SCALED, Recipe
-from ckptstore.format.tables import recipe_problem
+from ckptstore.format.tables import CASTS, CODES, SCALED, Recipe, recipe_problem
 
 ID = "ab" * 16
 

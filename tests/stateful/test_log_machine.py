@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from shortening import examples
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
@@ -29,7 +30,6 @@ from ckptstore.catalog.state import Op
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import COMMITS_PREFIX, manifest_key
-from ckptstore.testing.environment import SimulatedEnvironment
 
 T = TypeVar("T")
 Fate = Literal["go", "lose request", "lose answer", "hold request", "crash", "crash after"]

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from simclients import trusting
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
@@ -30,7 +31,6 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.repo import create_on
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 STORES = st.integers(0, 2)

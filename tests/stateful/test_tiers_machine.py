@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simclients import trusting
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
@@ -34,7 +35,6 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.repo import create_on
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend
 
 DRAW = st.integers(0, 99)

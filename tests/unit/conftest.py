@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
@@ -13,7 +14,6 @@ from ckptstore.catalog.log import Build
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.model import RoleBytes
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Saving = Callable[..., Build]
 

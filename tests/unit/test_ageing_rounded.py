@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore.checkpoint.content import read_content
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import Manifest
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 
 
 @pytest.fixture

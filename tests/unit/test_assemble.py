@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metered import MeteredBackend
 from safetensors.torch import load_file
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.checkpoint.assemble import RankPart, assemble, nest
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, assemble, commit_parts, nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable
@@ -28,7 +28,6 @@ from ckptstore.repo import create_on, open_on
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.tensor_bytes import as_elements
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Cuts = Sequence[Sequence[int]]
 """Per dimension: where a tensor is cut."""

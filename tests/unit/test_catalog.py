@@ -10,12 +10,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import OPS, Body, Commit, encode_commit, extended
+from ckptstore.catalog.commits import OPS, Commit, CommitBody, encode_commit, extended
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
@@ -31,7 +32,6 @@ from ckptstore.errors import (
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import commit_key, manifest_key
 from ckptstore.model import RoleBytes
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Saving = Callable[..., Build]
 
@@ -54,7 +54,7 @@ def save_op(version: str = A, run: str = "r", parent: str = "", **fields: Any) -
 
 def commit_after(catalog: Catalog, *ops: Op) -> Commit:
     """Return a commit that follows `catalog` by number and digest."""
-    body = Body(
+    body = CommitBody(
         magic="ckptstore-commit",
         format=1,
         number=catalog.number + 1,

@@ -10,7 +10,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import SYSTEM, CodecChoice, Options
 from ckptstore.events import silent
 from ckptstore.objects.index import KnownPieces, Location
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.piece_writer import write_pieces
 
 CHUNK_BYTES = 1 << 16
@@ -85,7 +85,7 @@ def test_what_is_stored_is_what_was_digested(size: int, codec: CodecChoice, in_p
     outs = [bytearray(int(raw)) for raw in written.table.raw]
     read_pieces(
         written.table,
-        [Want(row=row, out=memoryview(out), label="w") for row, out in enumerate(outs)],
+        [ReadItem(row=row, out=memoryview(out), label="w") for row, out in enumerate(outs)],
         backend=backend,
         options=Options(workers=1),
         progress=silent,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore import limits
-from ckptstore.catalog.commits import Body, decode_commit, encode_commit
+from ckptstore.catalog.commits import CommitBody, decode_commit, encode_commit
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
 from ckptstore.errors import (
@@ -57,9 +57,9 @@ SAVE = Save(
 )
 
 
-def body(*ops: Op, number: int = 1) -> Body:
+def body(*ops: Op, number: int = 1) -> CommitBody:
     """Return a commit body around operations."""
-    return Body(
+    return CommitBody(
         magic="ckptstore-commit",
         format=1,
         number=number,

@@ -20,11 +20,14 @@ from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES, codes_of, scales_o
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
-from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget, is_second_moment
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.encodings.measuring import Difference, ValueRange
+from ckptstore.encodings.second_moments import is_second_moment
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
-from ckptstore.format.recipes import CODES
+from ckptstore.format.tables import CODES
 from ckptstore.hashing import blake3_hex
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -354,11 +357,16 @@ def test_a_form_has_the_name_that_asks_for_it(name: str) -> None:
 WIDE = (100, 100)
 
 
+def _target(path: Path, role: str, dtype: str, shape: tuple[int, ...]) -> tuple[Path, TensorRecord]:
+    size = math.prod(shape) * ITEM_BYTES[dtype]
+    return path, TensorRecord(dtype=dtype, shape=shape, order=None, role=role, nbytes=size)
+
+
 def _wishes(
     rules: Mapping[Any, Any], *targets: tuple[Path, str], dtype: str = "float32"
 ) -> dict[int, str]:
     found = EncodingRules(rules).wishes(
-        [EncodingTarget(path, role, dtype, WIDE) for path, role in targets]
+        [_target(path, role, dtype, WIDE) for path, role in targets]
     )
     return {place: str(encoding) for place, encoding in found.items()}
 
@@ -401,7 +409,7 @@ def test_small_tensors_stay() -> None:
     count = limits.ENCODED_ELEMENTS_MIN
     rules = EncodingRules({"*": "bf16"})
     targets = [
-        EncodingTarget((name,), "weights", "float32", shape)
+        _target((name,), "weights", "float32", shape)
         for name, shape in (("a", (count - 1,)), ("b", (count,)), ("c", ()), ("d", (0, 9)))
     ]
     assert list(rules.wishes(targets)) == [1]

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.log import Build, Log
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Saving = Callable[..., Build]
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
@@ -38,7 +39,6 @@ from ckptstore.errors import (
 )
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Saving = Callable[..., Build]

@@ -27,7 +27,7 @@ from ckptstore.events import Progress, silent
 from ckptstore.objects import piece_reader
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.packs import PackPlan, PackSink
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
@@ -166,12 +166,12 @@ def test_a_failing_read_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     written = write(Bytes(noise(100)), backend)
     far = Far(backend)
     far.meeting = Meeting(4, monkeypatch)
-    wants = [Want(row=row, out=None, label="w") for row in range(0, 100, 2)]
+    items = [ReadItem(row=row, out=None, label="w") for row in range(0, 100, 2)]
 
     with pytest.raises(StorageError, match="cannot be read"):
         read_pieces(
             written.table,
-            wants,
+            items,
             backend=far,
             options=Options(workers=4),
             progress=silent,
@@ -196,11 +196,11 @@ def test_a_damaged_piece_is_reported_and_the_others_are_read() -> None:
 
     read_pieces(
         table,
-        [Want(row=r, out=memoryview(out), label=f"t{r}") for r, out in enumerate(outs)],
+        [ReadItem(row=r, out=memoryview(out), label=f"t{r}") for r, out in enumerate(outs)],
         backend=backend,
         options=Options(workers=2),
         progress=silent,
-        on_failure=lambda want, error: lost.append((want.row, str(error))),
+        on_failure=lambda item, error: lost.append((item.row, str(error))),
     )
 
     assert [row for row, _ in lost] == [7]
@@ -212,7 +212,7 @@ def test_a_damaged_piece_is_reported_and_the_others_are_read() -> None:
     with pytest.raises(CorruptTensorError, match="tensor t7"):
         read_pieces(
             table,
-            [Want(row=7, out=None, label="t7")],
+            [ReadItem(row=7, out=None, label="t7")],
             backend=backend,
             options=Options(workers=2),
             progress=silent,
@@ -236,7 +236,7 @@ def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
     with pytest.raises(CorruptTensorError, match="checksum"):
         read_pieces(
             written.table,
-            [Want(row=0, out=None, label="w")],
+            [ReadItem(row=0, out=None, label="w")],
             backend=backend,
             options=Options(workers=1),
             progress=silent,
@@ -308,7 +308,7 @@ def test_progress_counts_to_the_whole() -> None:
     )
     read_pieces(
         written.table,
-        [Want(row=row, out=None, label="w") for row in range(9)],
+        [ReadItem(row=row, out=None, label="w") for row in range(9)],
         backend=backend,
         options=Options(workers=3),
         progress=steps.append,

@@ -36,7 +36,7 @@ class _Wide(WrapperBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Want many small requests."""
+        """ReadItem many small requests."""
         return replace(self.inner.capabilities, concurrency=64, read_bytes_max=READ_BYTES)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:

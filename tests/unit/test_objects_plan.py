@@ -11,7 +11,7 @@ from hypothesis import given
 from ckptstore.backends.base import Capabilities, PutIfAbsent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.piece_reader import Span, Want, plan_spans
+from ckptstore.objects.piece_reader import ReadItem, Span, plan_spans
 
 
 def capabilities_of(gap: int, size: int) -> Capabilities:
@@ -77,26 +77,26 @@ def test_a_plan_fetches_each_chunk_once_and_no_more(
         assert plan_spans(table, [], capabilities_of(gap, size)) == []
         return
     rows = data.draw(st.lists(st.integers(0, len(table) - 1), max_size=20))
-    wants = [Want(row=row, out=None, label=f"t{place}") for place, row in enumerate(rows)]
+    items = [ReadItem(row=row, out=None, label=f"t{place}") for place, row in enumerate(rows)]
 
-    spans = plan_spans(table, wants, capabilities_of(gap, size))
+    spans = plan_spans(table, items, capabilities_of(gap, size))
 
-    found: dict[tuple[str, int], list[Want]] = {}
+    found: dict[tuple[str, int], list[ReadItem]] = {}
     for span in spans:
         assert span.end - span.start <= size or len(span.chunks) == 1
         for chunk in span.chunks:
             assert (span.pack, chunk.offset) not in found
-            found[span.pack, chunk.offset] = list(chunk.wants)
+            found[span.pack, chunk.offset] = list(chunk.items)
         for first, second in itertools.pairwise(span.chunks):
             end = first.offset + CHUNK_HEADER_BYTES + first.stored_bytes
             assert 0 <= second.offset - end <= gap
-    meant: dict[tuple[str, int], list[Want]] = {}
-    for want in wants:
-        where = (table.packs[int(table.pack[want.row])], int(table.offset[want.row]))
-        meant.setdefault(where, []).append(want)
+    meant: dict[tuple[str, int], list[ReadItem]] = {}
+    for item in items:
+        where = (table.packs[int(table.pack[item.row])], int(table.offset[item.row]))
+        meant.setdefault(where, []).append(item)
     assert found.keys() == meant.keys()
     for where, members in meant.items():
-        assert {id(want) for want in members} == {id(want) for want in found[where]}
+        assert {id(item) for item in members} == {id(item) for item in found[where]}
         assert len(members) == len(found[where])
     for first_span, second_span in itertools.pairwise(spans):
         joined = second_span.chunks[0].stored_bytes + CHUNK_HEADER_BYTES
@@ -117,8 +117,8 @@ def test_a_plan_of_one_pack_is_one_request() -> None:
         slab=np.full(count, 100, np.uint32),
         packs=["aa" * 16],
     )
-    wants = [Want(row=row, out=None, label="t") for row in reversed(range(count))]
+    items = [ReadItem(row=row, out=None, label="t") for row in reversed(range(count))]
 
-    spans = plan_spans(table, wants, capabilities_of(0, 1 << 20))
+    spans = plan_spans(table, items, capabilities_of(0, 1 << 20))
 
     assert [(span.start, span.end) for span in spans] == [(32, 32 + 1640)]

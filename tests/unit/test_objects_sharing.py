@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from metered import MeteredBackend
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
@@ -17,7 +18,6 @@ from ckptstore.config import Options
 from ckptstore.objects.index import KnownPieces, Location, placed_table
 from ckptstore.repo import Finding, create_on
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 CHUNK_BYTES = 1 << 16
 ROW = 1 << 12  # bytes: sixteen rows to a chunk

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
@@ -19,7 +20,6 @@ from ckptstore.config import SYSTEM, Options
 from ckptstore.objects.auto_codec import Pace, Rates, SpeedSample, verdict
 from ckptstore.repo import create_on
 from ckptstore.store.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 GB = 1e9
 BIG = limits.PACE_BYTES_MIN

@@ -22,7 +22,7 @@ from ckptstore.config import SYSTEM
 from ckptstore.format.keys import pack_key
 from ckptstore.limits import GIB, MIB
 from ckptstore.objects import packs
-from ckptstore.objects.pack_plan import plan_packs
+from ckptstore.objects.packs import plan_packs
 
 
 @given(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ckptstore.backends.collecting_writers import BufferPool, PooledWriter
+from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.errors import TransientStorageError
 
 KEPT_BYTES = 3000

@@ -28,12 +28,10 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.copying import copy_chunks
-from ckptstore.objects.pack_plan import PackPlan
-from ckptstore.objects.packs import PackSink
-from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.copying import ReadBack, copy_chunks
+from ckptstore.objects.packs import PackPlan, PackSink
+from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.objects.plan import join_chunks
-from ckptstore.objects.read_back import ReadBack
 
 Rows = dict[str, Sequence[IndexRow]]
 
@@ -56,7 +54,7 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
 
     copy_chunks(
         table,
-        [Want(row=row, out=None, label="w") for row in range(len(table))],
+        [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
         source=MemoryBackend(name),
         target=target,
         environment=SYSTEM,
@@ -171,7 +169,7 @@ def test_damage_in_the_target_is_not_told_as_damage_in_the_source() -> None:
     with pytest.raises(CorruptObjectError, match="does not hold what was written") as caught:
         copy_chunks(
             table,
-            [Want(row=row, out=None, label="w") for row in range(len(table))],
+            [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
             source=MemoryBackend(name),
             target=target,
             environment=SYSTEM,

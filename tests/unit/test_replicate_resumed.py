@@ -21,9 +21,7 @@ from ckptstore.config import Options, SystemEnvironment
 from ckptstore.errors import StorageError
 from ckptstore.format.keys import pack_id
 from ckptstore.limits import KIB
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.pack_plan import PackPlan
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackPlan, PackSink, read_index
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 

@@ -14,6 +14,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Capabilities, ObjectInfo, PutIfAbsent
@@ -39,7 +40,6 @@ from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
 from ckptstore.repo import Finding, create_on, create_repo, open_on, open_repo
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Saving = Callable[..., Build]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortening import examples
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import content_ops, lifecycle_ops, run_ops
@@ -24,7 +25,6 @@ from ckptstore.errors import RunNotFoundError
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.model import RoleBytes
-from ckptstore.testing.environment import SimulatedEnvironment
 
 BOTH = {
     "weights": RoleBytes(logical=100, new=100, stored=60),

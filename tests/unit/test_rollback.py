@@ -13,7 +13,7 @@ from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, ReadOnlyError, VersionNotFoundError
 from ckptstore.maintenance.retention.rollback import rollback
 from ckptstore.repo import create_on, open_on
-from ckptstore.store.reporting import log
+from ckptstore.store.checking import log
 
 
 @pytest.fixture

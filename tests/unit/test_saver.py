@@ -477,7 +477,7 @@ def _is_cancelled(store: Store, pending: PendingSave) -> bool:
     engine: Any = store._saver.dispatcher.start()
     number = pending._save.number
     if engine.name == "thread":
-        return bool(engine._writer._tasks[number].token._cancelled)
+        return bool(engine._tasks[number].token._cancelled)
     return bool(engine._jobs[number].answered.is_set())
 
 

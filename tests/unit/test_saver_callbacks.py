@@ -253,7 +253,7 @@ def test_a_thread_that_writes_holds_no_arena_while_it_waits(tmp_path: Path) -> N
         store.run("gpt").save_async(_state(1), step=1).result(_PATIENCE_S)
         engine = store._saver.dispatcher.start()
         assert isinstance(engine, ThreadEngine)
-        taken = engine._writer._queue
+        taken = engine._queue
         asked = threading.Event()
 
         class Watched:
@@ -268,6 +268,6 @@ def test_a_thread_that_writes_holds_no_arena_while_it_waits(tmp_path: Path) -> N
             def put(self, task: object) -> None:
                 taken.put(task)  # type: ignore[arg-type]
 
-        engine._writer._queue = Watched()  # type: ignore[assignment]
+        engine._queue = Watched()  # type: ignore[assignment]
         store.run("gpt").save_async(_state(2), step=2).result(_PATIENCE_S)
         assert asked.wait(_PATIENCE_S)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo
@@ -15,14 +16,13 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import Body, encode_commit, extended
+from ckptstore.catalog.commits import CommitBody, encode_commit, extended
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.run_ops import CreateRun, Save
 from ckptstore.errors import CorruptObjectError, UnsupportedFeatureError
 from ckptstore.format.framing import encode_frame
 from ckptstore.format.keys import COMMITS_PREFIX, SNAPSHOTS_PREFIX, commit_key, snapshot_key
 from ckptstore.format.snapshot import MAGIC, SnapshotBody, decode_snapshot, encode_snapshot
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 Saving = Callable[..., Build]
@@ -409,7 +409,7 @@ def test_a_large_store_opens_with_few_reads(
             step = start + offset
             fresh = msgspec.structs.replace(save, version=f"{step + 1:032x}", step=step)
             ops = (fresh,) if step else (CreateRun(run="gpt"), fresh)
-            body = Body(
+            body = CommitBody(
                 magic="ckptstore-commit",
                 format=1,
                 number=number + 1,

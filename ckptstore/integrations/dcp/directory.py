@@ -11,7 +11,7 @@ import io
 import itertools
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +20,17 @@ import torch
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
-from ckptstore.checkpoint.assemble import RankPart
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
+from ckptstore.chunking import in_batches
 from ckptstore.config import check_choice
 from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.paths import Pattern
-from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
+from ckptstore.integrations.dcp.metadata_pickle import ArchivePlace, Described, read_metadata
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line, unpickled
 from ckptstore.model import Version
 from ckptstore.states.shards import Shard, write_part
@@ -45,7 +45,7 @@ class _Item:
     """One chunk of a tensor, or one value."""
 
     name: str
-    place: Place
+    place: ArchivePlace
     nbytes: int
     dtype: str = ""
     """Of a tensor; empty for a value."""
@@ -118,7 +118,8 @@ def import_directory(
         total = sum(item.nbytes for item in items)
         parts: list[RankPart] = []
         done = 0
-        for batch in _batches(items, repo.options.host_bytes):
+        batches = in_batches(items, lambda item: item.place.length, repo.options.host_bytes)
+        for batch in [*batches] or [[]]:  # a directory without items makes one empty part
             part = write_part(
                 repo,
                 [_shard(folder, item) for item in batch if item.dtype],
@@ -174,19 +175,6 @@ def _items(described: Described) -> list[_Item]:
             )
             raise FormatError(msg, hint="load it with torch, and save the state")
     return sorted(items, key=lambda item: (item.place.file, item.place.offset))
-
-
-def _batches(items: Sequence[_Item], host_bytes: int) -> Iterator[list[_Item]]:
-    """Yield items in batches of at most `host_bytes`, one item at least; one batch at least."""
-    batch: list[_Item] = []
-    held = 0
-    for item in items:
-        if batch and held + item.place.length > host_bytes:
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += item.place.length
-    yield batch
 
 
 def _read(folder: Path, item: _Item) -> bytes:

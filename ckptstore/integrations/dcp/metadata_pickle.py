@@ -29,7 +29,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ArchivePlace:
     """Location of one item."""
 
     file: str
@@ -46,7 +46,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, ArchivePlace], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Described:
     """Content of a directory, by name, in the order of its metadata."""
 
     tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Place]
+    values: Mapping[str, ArchivePlace]
     paths: Mapping[str, tuple[str | int, ...]]
     """Path in the state of each name."""
 
@@ -221,7 +221,7 @@ def read_metadata(data: bytes, *, where: str) -> Described:
 def _described(state: Mapping[str, Any], where: str) -> Described:
     places = _places(state.get("storage_data"), where)
     tensors: dict[str, StoredTensor] = {}
-    values: dict[str, Place] = {}
+    values: dict[str, ArchivePlace] = {}
     chunks = 0
     for name, kept in state["state_dict_metadata"].items():
         if type(name) is not str:
@@ -249,7 +249,7 @@ def _described(state: Mapping[str, Any], where: str) -> Described:
     return Described(tensors=tensors, values=values, paths=paths)
 
 
-_Places = Mapping[tuple[str, "tuple[int, ...] | None"], Place]
+_Places = Mapping[tuple[str, "tuple[int, ...] | None"], ArchivePlace]
 
 
 def _places(storage: object, where: str) -> _Places:
@@ -258,7 +258,7 @@ def _places(storage: object, where: str) -> _Places:
             f"{where} does not say where the data is",
             hint="only torch's own file writer is supported",
         )
-    found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    found: dict[tuple[str, tuple[int, ...] | None], ArchivePlace] = {}
     for index, info in storage.items():
         if not isinstance(index, _Index) or not isinstance(info, _Info):
             raise FormatError(f"{where}: places of a kind that is not known")
@@ -274,13 +274,13 @@ def _places(storage: object, where: str) -> _Places:
         transforms = info.state.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or len(transforms) > limits.DCP_TRANSFORMS_MAX:
             raise FormatError(f"{where}: {key[0]!r} has more extensions than allowed")
-        found[key] = Place(
+        found[key] = ArchivePlace(
             file=file, offset=start, length=length, transforms=tuple(map(_text, transforms))
         )
     return found
 
 
-def _place(places: _Places, name: str, offset: tuple[int, ...] | None, where: str) -> Place:
+def _place(places: _Places, name: str, offset: tuple[int, ...] | None, where: str) -> ArchivePlace:
     found = places.get((name, offset))
     if found is None:
         raise CorruptObjectError(f"{where} does not say where {name!r} is")
@@ -293,7 +293,7 @@ def _tensor(name: str, state: Mapping[str, Any], places: _Places, where: str) ->
     if not isinstance(dtype, _Dtype):
         raise CorruptObjectError(f"{where}: {name!r} has no dtype")
     shape = _numbers(state["size"])
-    chunks: list[tuple[Box, Place]] = []
+    chunks: list[tuple[Box, ArchivePlace]] = []
     for chunk in state["chunks"]:
         box = (_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
         if not len(box[0]) == len(box[1]) == len(shape):

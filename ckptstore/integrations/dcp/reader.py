@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.chunking import in_batches
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.skeleton import Node, iter_leaves
@@ -271,29 +272,19 @@ class CkptStoreReader(StorageReader):
     ) -> None:
         """Read plain values, views, and composed tensors, in batches by their bytes."""
         records, limit = found.content.manifest.tensors, self._session.repo.options.host_bytes
-        batch: list[tuple[ReadItem, Entry]] = []
-        held = 0
-        for item, entry in items:
-            size = sum(records[leaf.index].nbytes for leaf in iter_leaves(entry.node))
-            if batch and held + size > limit:
-                self._read_batch(found, batch, planner)
-                batch, held = [], 0
-            batch.append((item, entry))
-            held += size
-        if batch:
-            self._read_batch(found, batch, planner)
 
-    def _read_batch(
-        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
-    ) -> None:
-        values = self._built(found.content, [entry.node for _, entry in items])
-        for (item, _), value in zip(items, values, strict=True):
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, pickled(value))
-                continue
-            target = planner.resolve_tensor(item)
-            _fill(target, value, item)
-            planner.commit_tensor(item, target)
+        def size(one: tuple[ReadItem, Entry]) -> int:
+            return sum(records[leaf.index].nbytes for leaf in iter_leaves(one[1].node))
+
+        for batch in in_batches(items, size, limit):
+            values = self._built(found.content, [entry.node for _, entry in batch])
+            for (item, _), value in zip(batch, values, strict=True):
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, pickled(value))
+                    continue
+                target = planner.resolve_tensor(item)
+                _fill(target, value, item)
+                planner.commit_tensor(item, target)
 
     def _built(self, content: Content, nodes: Sequence[Node]) -> list[Any]:
         """Return the objects of some nodes of a version."""

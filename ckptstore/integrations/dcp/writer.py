@@ -17,8 +17,7 @@ from torch.futures import Future
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.refs import parse_ref
-from ckptstore.checkpoint.assemble import RankPart
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.config import Options, check_choice
@@ -231,7 +230,9 @@ class CkptStoreWriter(StorageWriter):
                 values[name] = from_planner(planner, item)
                 continue
             tensor = _tensor(item, planner)
-            if is_box(tensor) or not _is_whole(item):
+            data = item.tensor_data
+            whole = data is not None and tuple(data.chunk.sizes) == tuple(data.size)
+            if is_box(tensor) or not whole:
                 shards.append(_shard(item, tensor))
             else:  # a composed tensor is stored like a value
                 values[name] = tensor
@@ -363,11 +364,6 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
         )
         raise StateError(msg)
     return tensor
-
-
-def _is_whole(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and tuple(data.chunk.sizes) == tuple(data.size)
 
 
 def _shard(item: WriteItem, tensor: torch.Tensor) -> Shard:

@@ -178,8 +178,11 @@ class Survey:
             self.bad.update(found)
             return None
         chosen = []
-        for row in rows:
-            key = piece_key(table, row)
+        part = slice(rows.start, rows.stop)
+        names = (table.packs[place] for place in table.pack[part].tolist())
+        ids = (piece_id.tobytes() for piece_id in table.ids[part])
+        keys = zip(names, table.offset[part].tolist(), table.inner[part].tolist(), ids, strict=True)
+        for row, key in zip(rows, keys, strict=True):
             if key in self.read or key in self.bad or key in self.cold_pieces:
                 continue
             if self.sample is None or self.sample.holds(key[0], key[1]):

@@ -24,10 +24,7 @@ from ckptstore.model import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One of some equal parts of all chunks.
-
-    By a digest of pack and offset: each chunk is in exactly one part, for good.
-    """
+    """One of some equal parts of all chunks, which a digest of pack and offset tells apart."""
 
     parts: int
     part: int
@@ -67,9 +64,7 @@ class VerifyState:
     def known(self, version: Version, rows: range) -> Mapping[int, str] | None:
         """Return the damage that the interrupted check found in some rows; None if it read none."""
         line = self._lines.get((version.id, version.manifest_digest, rows.start, rows.stop))
-        if line is None:
-            return None
-        return {int(row): text for row, text in line.bad.items()}
+        return None if line is None else {int(row): text for row, text in line.bad.items()}
 
     def told(self, version: Version, rows: range, wrong: Mapping[int, str]) -> None:
         """Keep the findings of some rows."""

@@ -36,8 +36,8 @@ from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.packs import read_index
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.plan import cut_rows
 
 # Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
@@ -119,7 +119,7 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
     bad: dict[int, str] = {}
     if table is not None:
 
-        def failed(want: Want, error: CkptStoreError) -> None:
+        def failed(want: ReadItem, error: CkptStoreError) -> None:
             cause = error.__cause__
             why = cause.message if isinstance(cause, CkptStoreError) else error.message
             pack, offset, *_ = piece_key(table, want.row)
@@ -127,7 +127,7 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
 
         read_pieces(
             table,
-            [Want(row=row, out=None, label="") for row in range(task.count)],
+            [ReadItem(row=row, out=None, label="") for row in range(task.count)],
             backend=backend,
             options=task.options,
             progress=lambda step: tell(step.done),

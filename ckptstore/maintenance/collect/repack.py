@@ -37,9 +37,7 @@ from ckptstore.maintenance.core.relocate import batches, relocate, still, write_
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import Version
 from ckptstore.objects.copying import Room, broken, read_rows
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.pack_plan import PackPlan
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackPlan, PackSink, read_index
 from ckptstore.objects.plan import join_chunks
 from ckptstore.objects.threads import in_threads
 from ckptstore.repo import Repo

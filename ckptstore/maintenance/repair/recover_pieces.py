@@ -33,7 +33,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest
 from ckptstore.maintenance.core.task_pool import grouped
 from ckptstore.objects.index import Base, KnownPieces, Location, location_of, placed_table, remap
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.piece_writer import write_pieces
 from ckptstore.objects.scan import scan_chunks
 from ckptstore.objects.sources import PieceSource
@@ -327,7 +327,7 @@ def _read(repo: Repo, table: PieceTable, outs: Mapping[int, bytearray | None]) -
     read_pieces(
         table,
         [
-            Want(row=row, out=None if out is None else memoryview(out), label="")
+            ReadItem(row=row, out=None if out is None else memoryview(out), label="")
             for row, out in outs.items()
         ],
         backend=repo.backend,

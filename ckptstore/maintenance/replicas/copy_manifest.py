@@ -37,9 +37,8 @@ from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.packs import Placed
-from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.packs import Placed, read_index
+from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.repo import Repo
 
 ORIGIN_KEY: Final = "forked_from"
@@ -125,16 +124,14 @@ def transplant(
     named: set[str] = set()
     found, bases = _located(manifest, target, candidates, without, named)
     missing = [row for row, place in found.items() if place is None]
-    resumed: dict[tuple[str, int], Placed] = {}
+    resumed: Mapping[tuple[str, int], Placed] = {}
     if orphans is not None:
-        pieces, backend = manifest.pieces, source.backend
-        resumed = orphans.find(backend, pieces, missing, named=named, without=without)
-    labels = read_content(manifest).labels
-    owners = np.zeros(len(manifest.pieces), np.int64)
-    owners[:own] = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
-    owners[[*bases]] = owners[[*bases.values()]]
+        resumed = orphans.find(
+            source.backend, manifest.pieces, missing, named=named, without=without
+        )
+    labels, owners = read_content(manifest).labels, _owners(manifest, bases)
     wants = [
-        Want(row=row, out=None, label=labels[int(owners[row])])
+        ReadItem(row=row, out=None, label=labels[int(owners[row])])
         for row in missing
         if chunk_of(manifest.pieces, row) not in resumed
     ]
@@ -341,6 +338,16 @@ def _placed(
         )
 
     return remap(table, range(own), place)
+
+
+def _owners(manifest: Manifest, bases: Mapping[int, int]) -> npt.NDArray[np.int64]:
+    """Return the tensor of each row; of a base that travels, that of its first delta."""
+    owners = np.zeros(len(manifest.pieces), np.int64)
+    owners[: manifest.first[-1]] = np.repeat(
+        np.arange(len(manifest.tensors)), np.diff(manifest.first)
+    )
+    owners[[*bases]] = owners[[*bases.values()]]
+    return owners
 
 
 def _role_bytes(

@@ -172,21 +172,20 @@ class SecondLook:
 
     def _return(self, version: Version, why: str, deleted: Container[str]) -> None:
         """Take a version back, and note what became of that."""
-        named = version.label
         try:
             if version.id in deleted:
                 undelete(self.here, [version.id])
             else:
                 self._take_back(version)
         except CkptStoreError as error:
-            _log.warning("%s is %s, though %s: %s", named, self.done, why, error)
+            _log.warning("%s is %s, though %s: %s", version.label, self.done, why, error)
             message = f"it was {self.done}, though {why}; undelete it there: {error}"
             failure = Failure(
                 version=version.id, run=version.run, step=version.step, message=message
             )
             self.lost.append(failure)
         else:
-            _log.warning("%s is not %s: %s", named, self.done, why)
+            _log.warning("%s is not %s: %s", version.label, self.done, why)
             self.returned.append(version.id)
 
     def _take_back(self, version: Version) -> None:

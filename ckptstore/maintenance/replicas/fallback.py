@@ -46,7 +46,7 @@ from ckptstore.manifests import read_manifest
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.objects.index import KnownPieces, remap
 from ckptstore.objects.piece_reader import read_pieces
-from ckptstore.objects.plan import Want
+from ckptstore.objects.plan import ReadItem
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
@@ -199,7 +199,7 @@ class FallThrough:
 
     def read(
         self,
-        wants: Sequence[Want],
+        items: Sequence[ReadItem],
         *,
         first: Found | None,
         options: Options,
@@ -210,7 +210,7 @@ class FallThrough:
 
         Parameters
         ----------
-        wants
+        items
             Rows as in any manifest of the version: pieces of tensors are in the same order in each.
         first
             The replica to begin with.
@@ -223,14 +223,16 @@ class FallThrough:
             Not all can be had; has all reasons.
         """
         turn = replace(self, reasons=[])  # those of this reading
-        left = list(wants)
+        left = list(items)
         lost: CkptStoreError = self.why
         for found in turn._in_turn(first):
-            failed: list[Want] = []
+            failed: list[ReadItem] = []
 
-            def keep(want: Want, error: CkptStoreError, failed: list[Want] = failed) -> None:
+            def keep(
+                item: ReadItem, error: CkptStoreError, failed: list[ReadItem] = failed
+            ) -> None:
                 nonlocal lost
-                failed.append(want)
+                failed.append(item)
                 lost = error
 
             backend = StoppableBackend(found.repo.backend)
@@ -276,7 +278,7 @@ class FallThrough:
 def read_falling(
     fall_through: Callable[..., FallThrough],
     table: PieceTable,
-    wants: Sequence[Want],
+    items: Sequence[ReadItem],
     *,
     backend: Backend,
     options: Options,
@@ -291,38 +293,38 @@ def read_falling(
     fall_through
         Given an error and, as `told`, the damage, gives the replicas to turn to.
     """
-    failed = _read_here(table, wants, backend, options, progress)
+    failed = _read_here(table, items, backend, options, progress)
     if not failed:
         return
     why = failed[0][1]
     what = f"{len(failed)} pieces are lost here, the first: {why.message}"
     owner = fall_through(why, told="" if isinstance(why, ColdObjectError) else what)
-    lost = [want for want, _ in failed]
-    meter = _Meter(table, wants, progress)
+    lost = [item for item, _ in failed]
+    meter = _Meter(table, items, progress)
     meter.done = meter.total - meter.size_of(lost)
     owner.read(lost, first=None, options=options, progress=meter.part(), stop=[])
 
 
 def _read_here(
     table: PieceTable,
-    wants: Sequence[Want],
+    items: Sequence[ReadItem],
     backend: Backend,
     options: Options,
     progress: ProgressCallback,
-) -> list[tuple[Want, CkptStoreError]]:
+) -> list[tuple[ReadItem, CkptStoreError]]:
     """Read pieces from this store; return those that it cannot give, all if any is cold."""
-    failed: list[tuple[Want, CkptStoreError]] = []
+    failed: list[tuple[ReadItem, CkptStoreError]] = []
     try:
         read_pieces(
             table,
-            wants,
+            items,
             backend=backend,
             options=options,
             progress=progress,
-            on_failure=lambda want, error: failed.append((want, error)),
+            on_failure=lambda item, error: failed.append((item, error)),
         )
     except ColdObjectError as cold:  # here, and maybe not in a replica
-        return [(want, cold) for want in wants]
+        return [(item, cold) for item in items]
     return failed
 
 
@@ -330,17 +332,17 @@ class _Meter:
     """Adds up the progress of several readings; any thread."""
 
     def __init__(
-        self, table: PieceTable, wants: Iterable[Want], progress: ProgressCallback
+        self, table: PieceTable, items: Iterable[ReadItem], progress: ProgressCallback
     ) -> None:
         self._table = table
         self._progress = progress
         self._lock = threading.Lock()
-        self.total = self.size_of(wants)
+        self.total = self.size_of(items)
         self.done = 0
 
-    def size_of(self, wants: Iterable[Want]) -> int:
+    def size_of(self, items: Iterable[ReadItem]) -> int:
         """Return the bytes of some pieces."""
-        return int(sum(int(self._table.raw[want.row]) for want in wants))
+        return int(sum(int(self._table.raw[item.row]) for item in items))
 
     def part(self) -> ProgressCallback:
         """Return the callback of one reading; it counts from 0."""
@@ -369,18 +371,18 @@ class _Split:
     def __call__(
         self,
         table: PieceTable,
-        wants: Sequence[Want],
+        items: Sequence[ReadItem],
         *,
         backend: Backend,
         options: Options,
         progress: ProgressCallback,
     ) -> None:
         """Read from both at once; as :func:`ckptstore.objects.piece_reader.read_pieces`."""
-        near, mapped, away = self._split(table, wants)
-        meter = _Meter(table, wants, progress)
+        near, mapped, away = self._split(table, items)
+        meter = _Meter(table, items, progress)
         stop: list[StoppableBackend] = []
 
-        def from_replicas(part: Sequence[Want], share: Options) -> None:
+        def from_replicas(part: Sequence[ReadItem], share: Options) -> None:
             self.owner.read(part, first=self.found, options=share, progress=meter.part(), stop=stop)
 
         if near is None:
@@ -405,22 +407,22 @@ class _Split:
             from_replicas(failed, options)
 
     def _split(
-        self, table: PieceTable, wants: Sequence[Want]
-    ) -> tuple[PieceTable | None, list[tuple[Want, Want]], list[Want]]:
-        """Return a table of the pieces that are here, wants of it with theirs, and the others."""
+        self, table: PieceTable, items: Sequence[ReadItem]
+    ) -> tuple[PieceTable | None, list[tuple[ReadItem, ReadItem]], list[ReadItem]]:
+        """Return a table of the pieces that are here, items of it with theirs, and the others."""
         if self._known is None:
             self._known = _known_here(self.owner.repo, self.owner.version)
         places = {}
-        for row in {want.row for want in wants}:
+        for row in {item.row for item in items}:
             place = self._known.find(table.ids[row].tobytes(), int(table.raw[row]))
             if place is not None:
                 places[row] = place
-        away = [want for want in wants if want.row not in places]
+        away = [item for item in items if item.row not in places]
         if not places:
             return None, [], away
         rows = sorted(places)
         at = {row: own for own, row in enumerate(rows)}
-        mapped = [(replace(w, row=at[w.row]), w) for w in wants if w.row in at]
+        mapped = [(replace(w, row=at[w.row]), w) for w in items if w.row in at]
         return remap(table, rows, places.__getitem__), mapped, away
 
 

@@ -94,76 +94,13 @@ def fork(
         Collections condemned what it needs, again and again.
     """
     target.check_writable()
-    metadata, directions = request.metadata, request.directions
-    is_foreign = target is not repo
-    if is_foreign:
-        if ORIGIN_KEY in metadata:
+    work = _Fork(target=target, repo=repo, source=source, request=request, lender=lender)
+    if work.is_foreign:
+        if ORIGIN_KEY in request.metadata:
             msg = f"the metadata key {ORIGIN_KEY!r} is taken"
             raise InvalidInputError(msg)
         _check_whole(source)
-        metadata = {**metadata, ORIGIN_KEY: _origin(repo, source)}
-        directions = {**repo.catalog.run(source.run).metrics, **directions}
-    # The store that has the chunks, and the version that it has; None for `target`.
-    place = (repo, source) if is_foreign else None
-    if lender is not None:
-        place = (lender.repo, source if is_foreign else lender.version)
-    version = name = target.environment.random_hex(16)
-
-    def build(now: Catalog, first: _First) -> list[Op]:
-        """Return the operations of the fork on a catalog."""
-        if not is_foreign:
-            save = run_ops.Save(
-                version=version,
-                run=request.run,
-                step=source.step,
-                parent=source.id,
-                manifest=first.pointer,
-                content=first.content,
-                metadata=msgspec.Raw(encode_metadata(metadata)),
-                roles=run_ops.sizes(first.roles),
-            )
-            return lifecycle_ops.fork(now, save, directions=directions, relies_on=first.relies_on)
-        if now.has_run(request.run):
-            msg = f"there is a run {request.run!r} already"
-            raise ConflictError(msg, hint="fork to another name")
-        return run_ops.save(
-            now,
-            run=request.run,
-            version=version,
-            step=source.step,
-            manifest=first.pointer,
-            content=first.content,
-            directions=directions,
-            metadata=metadata,
-            roles=first.roles,
-            receipt=first.receipt,
-            relies_on=first.relies_on,
-        )
-
-    def attempt(condemned: set[str]) -> Version:
-        """Write the manifest, over chunks that no collection has condemned, and commit."""
-        nonlocal name
-        build(target.refresh(), _First())  # refuses now what the commit would refuse
-        now = source
-        if not is_foreign:
-            now = target.catalog.version(source.id)
-            _check_whole(now)
-        held = repo.manifests.load(now) if lender is None else lender.manifest
-        manifest = select(held, request.selection, version=version)
-        first = _First(roles=logical_roles(manifest))
-        if place is not None:
-            landed = _bring(manifest, place, target, condemned, request.progress)
-            manifest = landed.manifest
-            first = _First(roles=landed.roles, receipt=landed.receipt)
-        first.content = content_digest(manifest)
-        first.pointer = target.manifests.put(manifest, name=name)
-        first.relies_on = relied_on(first.pointer, manifest)
-        name = ""  # a name is never used again
-        target.log.append(lambda catalog: build(catalog, first))
-        target.manifests.keep(first.pointer.digest, manifest)
-        return target.catalog.version(version)
-
-    return commit_retrying(attempt)
+    return commit_retrying(work.attempt)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,24 +114,97 @@ class _First:
     relies_on: Sequence[str] = ()
 
 
-def _bring(
-    wanted: Manifest,
-    place: tuple[Repo, Version],
-    target: Repo,
-    without: Collection[str],
-    progress: ProgressCallback,
-) -> Landed:
-    """Bring the chunks of a fork that `target` does not have."""
-    there, source = place
-    with naming_cold(source.id, there.url, shown=f"{source.run}@{source.step}"):
-        return transplant(
-            wanted,
-            source=there,
-            target=target,
-            candidates=likely_versions(target.catalog, source.id),
-            without=without,
-            progress=progress,
+@dataclass(slots=True, kw_only=True)
+class _Fork:
+    """One fork; owned by the calling thread."""
+
+    target: Repo
+    repo: Repo
+    source: Version
+    request: ForkRequest
+    lender: Found | None
+    version: str = field(init=False)
+    """Id of the first version."""
+    name: str = field(init=False)
+    """Of its manifest; empty for one that was never used."""
+
+    def __post_init__(self) -> None:
+        self.version = self.name = self.target.environment.random_hex(16)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether the source is a version of another store, which cannot be a parent."""
+        return self.target is not self.repo
+
+    def attempt(self, condemned: set[str]) -> Version:
+        """Write the manifest, over chunks that no collection has condemned, and commit."""
+        target, lender, source = self.target, self.lender, self.source
+        self._ops(target.refresh(), _First())  # refuses now what the commit would refuse
+        if not self.is_foreign:
+            source = target.catalog.version(source.id)
+            _check_whole(source)
+        held = self.repo.manifests.load(source) if lender is None else lender.manifest
+        manifest = select(held, self.request.selection, version=self.version)
+        first = _First(roles=logical_roles(manifest))
+        if self.is_foreign or lender is not None:
+            landed = self._bring(manifest, condemned)
+            manifest = landed.manifest
+            first = _First(roles=landed.roles, receipt=landed.receipt)
+        first.content = content_digest(manifest)
+        first.pointer = target.manifests.put(manifest, name=self.name)
+        first.relies_on = relied_on(first.pointer, manifest)
+        self.name = ""  # a name is never used again
+        target.log.append(lambda now: self._ops(now, first))
+        target.manifests.keep(first.pointer.digest, manifest)
+        return target.catalog.version(self.version)
+
+    def _ops(self, now: Catalog, first: _First) -> list[Op]:
+        """Return the operations of the fork on a catalog."""
+        request, source = self.request, self.source
+        if not self.is_foreign:
+            save = run_ops.Save(
+                version=self.version,
+                run=request.run,
+                step=source.step,
+                parent=source.id,
+                manifest=first.pointer,
+                content=first.content,
+                metadata=msgspec.Raw(encode_metadata(request.metadata)),
+                roles=run_ops.sizes(first.roles),
+            )
+            return lifecycle_ops.fork(
+                now, save, directions=request.directions, relies_on=first.relies_on
+            )
+        if now.has_run(request.run):
+            msg = f"there is a run {request.run!r} already"
+            raise ConflictError(msg, hint="fork to another name")
+        return run_ops.save(
+            now,
+            run=request.run,
+            version=self.version,
+            step=source.step,
+            manifest=first.pointer,
+            content=first.content,
+            directions={**self.repo.catalog.run(source.run).metrics, **request.directions},
+            metadata={**request.metadata, ORIGIN_KEY: _origin(self.repo, source)},
+            roles=first.roles,
+            receipt=first.receipt,
+            relies_on=first.relies_on,
         )
+
+    def _bring(self, wanted: Manifest, without: Collection[str]) -> Landed:
+        """Bring the chunks of a fork that the target does not have."""
+        there = self.repo if self.lender is None else self.lender.repo
+        shown = f"{self.source.run}@{self.source.step}"
+        with naming_cold(self.source.id, there.url, shown=shown):
+            return transplant(
+                wanted,
+                source=there,
+                target=self.target,
+                candidates=likely_versions(self.target.catalog, self.source.id),
+                without=without,
+                progress=self.request.progress,
+            )
 
 
 def _origin(repo: Repo, source: Version) -> dict[str, object]:

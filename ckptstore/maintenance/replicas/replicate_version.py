@@ -33,7 +33,7 @@ from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.objects.copy_tasks import ChunkCopies
-from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
@@ -233,7 +233,7 @@ def _read_resumed(sides: Sides, landed: Landed) -> None:
 def _read_deltas(sides: Sides, landed: Landed) -> None:
     """Decode the deltas that were written to the target.
 
-    All else was read as soon as it was there (:class:`ckptstore.objects.read_back.ReadBack`).
+    All else was read as soon as it was there (:class:`ckptstore.objects.copying.ReadBack`).
     """
     _read(sides, landed, lambda row: landed.manifest.pieces.base_of(row) is not None)
 
@@ -242,8 +242,10 @@ def _read(sides: Sides, landed: Landed, is_wanted: Callable[[int], bool]) -> Non
     """Read some of the pieces that are new to the target, as a load does."""
     labels = read_content(landed.manifest).labels
     pairs = zip(landed.rows, landed.owners, strict=True)
-    wants = [Want(row=row, out=None, label=labels[owner]) for row, owner in pairs if is_wanted(row)]
-    sides.copies.read_back(landed.manifest.pieces, wants)
+    items = [
+        ReadItem(row=row, out=None, label=labels[owner]) for row, owner in pairs if is_wanted(row)
+    ]
+    sides.copies.read_back(landed.manifest.pieces, items)
 
 
 def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:

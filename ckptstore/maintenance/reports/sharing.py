@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format import bases
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.format.tables import BASE_ROLE
 from ckptstore.maintenance.core.live_set import chunk_keys, live_versions
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -109,7 +109,7 @@ class _Chunks:
         by_tensor = np.array([_number(roles, one.role) for one in manifest.tensors], np.int64)
         by_row = np.repeat(by_tensor, np.diff(manifest.first))
         if more := len(table) - len(by_row):  # bases of deltas
-            base = np.full(more, _number(roles, bases.ROLE), np.int64)
+            base = np.full(more, _number(roles, BASE_ROLE), np.int64)
             by_row = np.concatenate((by_row, base))
         size = table.stored[rows].astype(np.int64) + _EACH
         return cls(unique, np.stack((size, table.slab[rows].astype(np.int64), by_row[rows])))

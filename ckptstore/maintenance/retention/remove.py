@@ -72,43 +72,38 @@ def remove(
         msg = "no version to remove"
         raise InvalidInputError(msg)
     catalog = repo.refresh()
-    if dry_run:
-        return [_removal(catalog, one, chosen, force=force) for one in chosen]
 
     def build(now: Catalog) -> list[Op]:
         if not force:
             _check_verified(now, chosen)
         return lifecycle_ops.delete(now, chosen, reason=reason, force=force)
 
-    repo.log.append(build)
+    if not dry_run:
+        repo.log.append(build)
     return [
-        Removal(version=version, obstacle="", reclaimable_bytes=reclaimable(version, "gone"))
+        Removal(
+            version=version,
+            obstacle=_obstacle(catalog, version, chosen, force=force) if dry_run else "",
+            reclaimable_bytes=reclaimable(version, "gone"),
+        )
         for version in map(catalog.version, chosen)
     ]
 
 
-def _removal(catalog: Catalog, one: str, chosen: Sequence[str], *, force: bool) -> Removal:
-    version = catalog.version(one)
-    obstacle = ""
-    try:
-        # The others go too: the head of a run may go if the whole run does.
-        if version.pinned or not force:
-            _obstacles(catalog, version, chosen)
-    except PolicyError as error:
-        obstacle = error.message
-    return Removal(
-        version=version, obstacle=obstacle, reclaimable_bytes=reclaimable(version, "gone")
-    )
-
-
-def _obstacles(catalog: Catalog, version: Version, chosen: Sequence[str]) -> None:
+def _obstacle(catalog: Catalog, version: Version, chosen: Sequence[str], *, force: bool) -> str:
+    """Return why a version cannot be removed with others; empty if it can."""
+    if force and not version.pinned:
+        return ""
     siblings = {each.id for each in catalog.versions(version.run)}
-    whole_run = siblings <= set(chosen)
-    lifecycle_ops.delete(
-        catalog, [version.id], force=whole_run and not (version.pinned or version.tags)
-    )
-    if version.verified:
-        _check_verified(catalog, chosen)
+    whole_run = siblings <= set(chosen)  # the head of a run may go with all others
+    free = whole_run and not (version.pinned or version.tags)
+    try:
+        lifecycle_ops.delete(catalog, [version.id], force=free)
+        if version.verified:
+            _check_verified(catalog, chosen)
+    except PolicyError as error:
+        return error.message
+    return ""
 
 
 def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
@@ -119,9 +114,7 @@ def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
         sound = [version for version in versions if version.verified]
         left = [version for version in versions if version.id not in going]
         if sound and left and all(version.id in going for version in sound):
-            msg = (
-                f"{run}@{sound[-1].step} (#{sound[-1].id[:8]}) is the only verified one of its run"
-            )
+            msg = f"{sound[-1].label} is the only verified one of its run"
             raise PolicyError(msg, hint="verify another one first, or force it")
 
 
@@ -195,7 +188,6 @@ def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:
     if version.level == "record" or not version.deleted:
         return []
     check_not_condemned(catalog, [version.manifest_key])
-    named = f"{version.run}@{version.step} (#{version.id[:8]})"
     try:
         keys = [version.manifest_key]
         repo.backend.stat(version.manifest_key)
@@ -203,7 +195,7 @@ def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:
         for key in keys[1:]:
             repo.backend.stat(key)
     except ObjectNotFoundError as error:
-        msg = f"{named} cannot come back: a collection has deleted what it needs"
+        msg = f"{version.label} cannot come back: a collection has deleted what it needs"
         raise VersionNotFoundError(msg, hint=error.message) from error
     except CorruptObjectError:
         check_not_condemned(repo.refresh(), [version.manifest_key])

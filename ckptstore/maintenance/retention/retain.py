@@ -422,18 +422,17 @@ def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
 
 
 def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> None:
-    named = version.label
     now = catalog.version(version.id)
     if now.pinned:
         raise pinned_error(now)
     if now.tags and not force:
-        msg = f"{named} is tagged {', '.join(now.tags)}"
+        msg = f"{version.label} is tagged {', '.join(now.tags)}"
         raise PolicyError(msg, hint="take the tags away, or force it")
     if catalog.head_id(version.run) == version.id and not force:
-        msg = f"{named} is the head of its run: training goes on from it"
+        msg = f"{version.label} is the head of its run: training goes on from it"
         raise PolicyError(msg, hint="force it, if the run is over")
     if level != "record" and not any(r == "weights" and p.logical for r, p in now.roles.items()):
-        msg = f"{named} has no tensors of role weights: nothing would be left"
+        msg = f"{version.label} has no tensors of role weights: nothing would be left"
         raise PolicyError(msg, hint="save with roles={PATTERN: 'weights'}")
 
 

@@ -44,7 +44,7 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
         """Note the catalog that the commit follows, and move the head."""
         target = catalog.version(version)
         if target.level == "record":
-            msg = f"only the record of {target.run}@{target.step} (#{target.id[:8]}) is kept"
+            msg = f"only the record of {target.label} is kept"
             hint = "go back to a version that can be loaded"
             if target.replicas:
                 hint = "another store has it: bring it back first, load it with refill=True"

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import Elements, coded_sources, grid_of
-from ckptstore.checkpoint.encoding_trial import look, measure, over, recipe_of
+from ckptstore.checkpoint.encoding_trial import look, measure, recipe_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.encoding_rules import is_second_moment, loses_small
+from ckptstore.encodings.second_moments import is_second_moment, loses_small
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.objects.sources import Source
 
 
@@ -135,7 +135,12 @@ def _since_saved(before: Recipe, step: Recipe, encoding: Encoding) -> Recipe:
 
 
 def _over(recipe: Recipe, encoding: Encoding) -> str:
-    """Return why errors against what was saved are too large; empty if they are not."""
+    """Return the bound that is passed; empty if none is."""
+    rel_l2 = limits.ENCODING_REL_L2_MAX if encoding.rel_l2 is None else encoding.rel_l2
+    if recipe.rel_l2 > rel_l2:
+        return f"rel_l2 {recipe.rel_l2:g} is over {rel_l2:g}"
+    if encoding.max_abs is not None and recipe.max_abs > encoding.max_abs:
+        return f"max_abs {recipe.max_abs:g} is over {encoding.max_abs:g}"
     if not (math.isfinite(recipe.max_abs) and math.isfinite(recipe.rel_l2)):
         return "its error is not finite"
-    return over(encoding, recipe.max_abs, recipe.rel_l2)
+    return ""

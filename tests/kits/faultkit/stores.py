@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from simulated_environment import SimulatedEnvironment
+
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Environment, Options
@@ -13,7 +15,6 @@ from ckptstore.format.keys import COMMITS_PREFIX
 from ckptstore.model import Version
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 __all__ = [
     "CHUNK_BYTES",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from gckit import CHUNK_BYTES, Place, delete, equal, needs, parts_of
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
@@ -28,7 +29,6 @@ from ckptstore.maintenance.core.live_set import list_objects
 from ckptstore.maintenance.core.task_pool import Tasks, grouped
 from ckptstore.model import Version
 from ckptstore.store import Store
-from ckptstore.testing.environment import SimulatedEnvironment
 
 ENGINES = ("threads", "executor of threads", "executor of processes", "processes", "dask:local")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from ckptstore.errors import InvalidInputError
-from ckptstore.format.roles import ROLES, RoleRules, role_of
+from ckptstore.format.paths import Path, Pattern
+from ckptstore.format.roles import ROLES, RoleRules
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,10 @@ def test_overrides() -> None:
     with pytest.raises(InvalidInputError, match="is not a role"):
         RoleRules({"*": "weight"})
     assert {role_of((key,)) for key in ("model", "optim", "rng", "data", "x")} == set(ROLES)
+
+
+def role_of(
+    path: Path, overrides: Mapping[Pattern, str] | None = None, *, flat: bool = False
+) -> str:
+    """Return the role of one tensor."""
+    return RoleRules(overrides, flat=flat)(path)

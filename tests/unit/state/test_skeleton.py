@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
-from ckptstore.format.paths import PathFilter, find_path, match_paths, path_text
+from ckptstore.format.paths import Path, PathFilter, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Node, decode, encode, iter_leaves, prune
 
 STATE: Node = [
@@ -117,3 +117,15 @@ def test_without_torch() -> None:
     imports = ";".join(f"import ckptstore.format.{name}" for name in modules)
     code = f"{imports};import sys;assert not {{'torch','numpy'}} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def match_paths(
+    paths: Iterable[Path],
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+) -> list[Path]:
+    """Return the paths that a filter lets pass, once each of its patterns was of use."""
+    wanted = PathFilter(include, exclude)
+    chosen = [path for path in paths if wanted(path)]
+    wanted.check_all_used()
+    return chosen

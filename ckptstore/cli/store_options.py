@@ -56,36 +56,11 @@ StorageOptions = Annotated[
         "KEY:=JSON for numbers and objects. Repeatable.",
     ),
 ]
-Key = Annotated[
-    str | None,
-    _common(
-        "--key",
-        metavar="SPEC",
-        envvar="CKPTSTORE_KEY",
-        show_envvar=True,
-        help="The key of an encrypted store: file:PATH, env:NAME or command:CMD.",
-    ),
-]
-AsJson = Annotated[
-    bool,
-    _common("--json", help="Print one JSON document instead of text."),
-]
+AsJson = Annotated[bool, _common("--json", help="Print one JSON document instead of text.")]
 Quiet = Annotated[
-    bool,
-    _common(
-        "--quiet",
-        "-q",
-        help="Print only the result: no progress, no notes.",
-    ),
+    bool, _common("--quiet", "-q", help="Print only the result: no progress, no notes.")
 ]
-Utc = Annotated[
-    bool,
-    _common("--utc", help="Print times in UTC instead of local time."),
-]
-MetricValues = Annotated[
-    list[str] | None,
-    typer.Option("--metric", metavar="NAME=VALUE", help="A metric of the version. Repeatable."),
-]
+Utc = Annotated[bool, _common("--utc", help="Print times in UTC instead of local time.")]
 Runs = Annotated[
     list[str] | None,
     typer.Option("--run", metavar="RUN", help="Select all versions of this run. Repeatable."),
@@ -97,11 +72,19 @@ DryRun = Annotated[bool, typer.Option("--dry-run", "-n")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """Options of every command: location and key of the store, and output format."""
+    """Options of every command: location and key of the store, and output format.
+
+    Parameters
+    ----------
+    key
+        The key of an encrypted store: file:PATH, env:NAME or command:CMD.
+    """
 
     store: StoreUrl = None
     option: StorageOptions = None
-    key: Key = None
+    key: Annotated[
+        str | None, _common(metavar="SPEC", envvar="CKPTSTORE_KEY", show_envvar=True)
+    ] = None
     json: AsJson = False
     quiet: Quiet = False
 

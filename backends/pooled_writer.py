@@ -1,13 +1,12 @@
-"""Writers for storage that takes an object in one request: collect, then send.
+"""A buffered writer that collects in reused memory.
 
-A pooled writer collects in reused memory. The first write to new memory costs several times the
+The first write to new memory costs several times the
 copy into it (measured, docs/design/0014: 0.6 ms/MB against 0.1, in huge pages 0.3), and each pack
 would be written to new memory.
 """
 
 from __future__ import annotations
 
-import io
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,43 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
-
-
-class Body(io.BytesIO):
-    """Bytes to send, which an HTTP library may read but not close: they may be sent again."""
-
-    def close(self) -> None:
-        """Do nothing; the memory is freed with the last reference."""
-
-
-class BufferedWriter(ObjectWriter):
-    """Holds the whole object in memory and passes it to `send` on commit.
-
-    A commit that raised ``TransientStorageError`` may be called again.
-    """
-
-    def __init__(self, send: Callable[[Body], None], *, reserve_bytes: int = 0) -> None:
-        self._send = send
-        self._body: Body | None = Body()
-        self._body.write(bytes(reserve_bytes))
-
-    def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        """Append to the memory."""
-        if self._body is None:
-            msg = "this writer is finished"
-            raise ValueError(msg)
-        for part in parts_of(data):
-            self._body.write(part)
-
-    def commit(self) -> None:
-        """Send the object, and release the memory."""
-        if self._body is not None:
-            self._send(self._body)
-            self._body = None
-
-    def abort(self) -> None:
-        """Release the memory."""
-        self._body = None
 
 
 @dataclass(slots=True)
