@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -83,17 +83,22 @@ def _entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
     """Return the entries of one folder in the order of their keys; folders end in ``/``."""
     found = [
         (f"{entry.name}/" if is_folder else entry.name, entry)
-        for entry, is_folder in _scan(path, base)
-        if is_key(entry.name)
+        for entry, is_folder in _scan(path, base, is_key)
     ]
     return sorted(found, key=lambda item: item[0])
 
 
-def _scan(path: str, base: str) -> list[tuple[os.DirEntry[str], bool]]:
-    """Return the entries of a folder, each with whether it is a folder; none if it is absent."""
+def _scan(
+    path: str, base: str, wanted: Callable[[str], object]
+) -> list[tuple[os.DirEntry[str], bool]]:
+    """Return entries of a folder, each with whether it is a folder; none if it is absent.
+
+    Names that are not wanted are not looked at: what others put there may answer with errors.
+    """
     try:
         with os.scandir(path) as entries:
-            return [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            found = [entry for entry in entries if wanted(entry.name)]
+            return [(entry, entry.is_dir(follow_symlinks=False)) for entry in found]
     except OSError as error:
         if error.errno in ABSENT:
             return []
@@ -179,7 +184,7 @@ def remove_temp_files(root: str, *, modified_before: float, dry_run: bool) -> Le
 def _temp_files(root: str, base: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield path and state of the temporary files in a folder and those below it."""
     folders = []
-    for entry, is_folder in _scan(f"{root}/{base}".rstrip("/"), base):
+    for entry, is_folder in _scan(f"{root}/{base}".rstrip("/"), base, lambda _: True):
         if is_folder:
             if is_key(entry.name) and (base or entry.name in _WITH_TEMPS):
                 folders.append(entry.name)

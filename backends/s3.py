@@ -28,7 +28,12 @@ from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.s3_settings import read_settings
 from ckptstore.backends.storage_classes import STANDARD, ColdStorage, check_pack_class
-from ckptstore.errors import CorruptObjectError, InvalidUrlError, MissingDependencyError
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidUrlError,
+    MissingDependencyError,
+    StorageError,
+)
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
 
@@ -147,7 +152,11 @@ class S3Backend(BucketBackend[S3Calls]):
             query["ContinuationToken"] = token
         page = self._call(what, "list_objects_v2", query)
         items = [(item["Key"], item) for item in page.get("Contents", ())]
-        return items, page["NextContinuationToken"] if page.get("IsTruncated") else ""
+        following: str = page.get("NextContinuationToken") or ""
+        if page.get("IsTruncated") and not following:  # never a part of a listing for the whole
+            msg = f"{what}: the storage cuts the listing short, and says not where it goes on"
+            raise StorageError(msg)
+        return items, following if page.get("IsTruncated") else ""
 
     def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
         """Return the facts in an entry of a listing, or in the answer to a HEAD."""

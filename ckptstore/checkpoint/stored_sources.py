@@ -8,7 +8,7 @@ are kept, since they are read from the beginning to the end.
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from collections import OrderedDict
 from typing import Final
 
 from ckptstore.checkpoint.content import Content
@@ -35,7 +35,8 @@ class StoredBytes:
         self._repo, self._content, self._index = repo, content, index
         self._nbytes = content.manifest.tensors[index].nbytes
         self._bounds = self._cut(window_bytes)
-        self._kept = lru_cache(_WINDOWS)(self._read)
+        # No lru_cache: a method in it keeps its object until the collector runs, with the windows.
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     def _cut(self, window_bytes: int) -> list[int]:
@@ -71,7 +72,13 @@ class StoredBytes:
 
     def _window(self, place: int) -> memoryview:
         with self._lock:
-            return self._kept(place)
+            found = self._kept.get(place)
+            if found is None:
+                while len(self._kept) >= _WINDOWS:  # before the next one takes memory
+                    self._kept.popitem(last=False)
+                found = self._kept[place] = self._read(place)
+            self._kept.move_to_end(place)
+            return found
 
     def _read(self, place: int) -> memoryview:
         low, high = self._bounds[place], self._bounds[place + 1]

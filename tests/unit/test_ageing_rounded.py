@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.checkpoint import stored_sources
 from ckptstore.checkpoint.content import read_content
+from ckptstore.checkpoint.ranges import read_ranges
+from ckptstore.checkpoint.stored_sources import StoredBytes
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.tables import Recipe
@@ -496,3 +501,29 @@ def test_equal_copies_cost_nothing_without_a_recipe(store: ckptstore.Store) -> N
     assert sum(part.new for part in version.roles.values()) == weight.nbytes
     assert _recipes(store, "gpt@1") == {}
     assert torch.equal(store.load("gpt@1")["ema"]["w"], weight)
+
+
+def test_windows_of_a_large_tensor_stay_few_and_go_with_it(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made before a window is read; all are freed with their tensor, by no collector."""
+    store.run("r").save({"model": {"w": torch.arange(6 << 20, dtype=torch.int32)}}, step=1)
+    content = read_content(_manifest(store, "r@1"))
+    kept: list[int] = []
+
+    def reading(*args: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
+        kept.append(len(stored[0]._kept))
+        read_ranges(*args, **options)
+
+    monkeypatch.setattr(stored_sources, "read_ranges", reading)
+    stored = [StoredBytes(store.repo, content, 0, window_bytes=store.repo.chunk_bytes)]
+    for start in range(0, 24 << 20, 1 << 20):
+        stored[0].copy_into(start, memoryview(bytearray(1 << 20)))
+    assert kept == [0, 1, 2, 2, 2, 2]
+    gone = weakref.ref(stored[0])
+    gc.disable()
+    try:
+        stored.clear()
+        assert gone() is None
+    finally:
+        gc.enable()

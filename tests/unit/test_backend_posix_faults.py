@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -538,3 +539,36 @@ def test_what_another_left_visible_is_made_durable(
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(StorageError, match="sync"):
         backend.make_durable(keys)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTDIR])
+def test_a_listing_asks_nothing_of_names_that_are_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Another's broken file neither fails a listing nor empties it, where types take a stat."""
+
+    class Entry:
+        """An entry of a folder whose kind the file system does not tell, so that it is asked."""
+
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self.path, self.stat = entry.name, entry.path, entry.stat
+            self._is_dir = entry.is_dir
+
+        def is_dir(self, *, follow_symlinks: bool) -> bool:
+            """Fail for the broken one."""
+            if self.name == "Broken":
+                raise OSError(code, "broken")
+            return self._is_dir(follow_symlinks=follow_symlinks)
+
+    backend = open_posix(str(tmp_path))
+    backend.put("packs/aa/1.pack", b"data")
+    (tmp_path / "packs/Broken").touch()
+    real = os.scandir
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[Iterator[Entry]]:
+        with real(path) as entries:
+            yield map(Entry, entries)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [info.key for info in backend.list("packs/")] == ["packs/aa/1.pack"]

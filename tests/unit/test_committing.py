@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from ckptstore import limits
-from ckptstore.committing import commit_retrying
-from ckptstore.errors import CommitConflictError, CondemnedError
+from ckptstore.backends.base import Backend, Buffer, ObjectInfo
+from ckptstore.backends.memory import open_memory
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.committing import commit_retrying, put_once
+from ckptstore.config import SYSTEM
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CommitConflictError,
+    CondemnedError,
+    ObjectExistsError,
+)
 from ckptstore.format.keys import manifest_key, pack_key
 
 FIRST, SECOND = "1" * 32, "2" * 32
@@ -63,3 +74,45 @@ def test_another_error_is_raised_at_once() -> None:
     with pytest.raises(CommitConflictError, match="faster"):
         commit_retrying(attempt)
     assert len(tries) == 1
+
+
+class StaleListing(WrapperBackend):
+    """Some creations fail, with nothing stored; a listing shows the name all the same."""
+
+    def __init__(self, inner: Backend, errors: list[Exception]) -> None:
+        super().__init__(inner)
+        self.errors = errors
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Fail while there are errors."""
+        if self.errors:
+            raise self.errors.pop(0)
+        super().put_if_absent(key, data)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """List the name, from a cache."""
+        return iter([ObjectInfo(key=prefix, size_bytes=1, modified_at=0.0)])
+
+
+def test_an_object_that_is_only_listed_is_sent_again() -> None:
+    """What a stale listing names, and cannot be read, is not stored: the same bytes are sent."""
+    backend = StaleListing(open_memory("memory://stale"), [AmbiguousWriteError("lost")])
+    assert put_once(backend, "store.json", b"mine", SYSTEM, bytes_max=10) == b"mine"
+    assert backend.get("store.json", bytes_max=10) == b"mine"
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [AmbiguousWriteError("lost") for _ in range(limits.COMMIT_SENDS_MAX)],
+        [ObjectExistsError("taken")],
+    ],
+    ids=["lost", "taken"],
+)
+def test_an_object_that_cannot_be_read_back_is_not_known_to_be_written(
+    errors: list[Exception],
+) -> None:
+    """Never success, and never "not there": the storage said that another has created it."""
+    backend = StaleListing(open_memory("memory://unread"), errors)
+    with pytest.raises(AmbiguousWriteError, match="not known whether"):
+        put_once(backend, "store.json", b"mine", SYSTEM, bytes_max=10)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import pickle
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec.config
@@ -14,12 +15,13 @@ import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
 
+from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.s3 import open_s3
+from ckptstore.backends.s3 import S3Backend, open_s3
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.backends.s3_settings import Settings, read_settings
-from ckptstore.errors import InvalidUrlError
+from ckptstore.errors import InvalidUrlError, StorageError
 
 KEYS = {"key": "AKID", "secret": "s3cret"}
 LARGE = bytes(range(256)) * 8192
@@ -175,3 +177,14 @@ def test_fsspecs_configuration_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.client["aws_access_key_id"] == "given"
     assert settings.client["endpoint_url"] == "https://conf"
     assert settings.client["use_ssl"] is False
+
+
+@pytest.mark.parametrize("more", [{"NextContinuationToken": ""}, {}], ids=["empty", "missing"])
+def test_a_listing_that_is_cut_short_without_a_token_is_refused(more: dict[str, Any]) -> None:
+    """A part of a listing never counts as the whole: a collection would delete what it lacks."""
+    page = {"Contents": [], "IsTruncated": True, **more}
+    calls = SimpleNamespace(call=lambda method, request: page)
+    client: PerProcess[Any] = PerProcess(lambda: calls)
+    backend = S3Backend(parse_bucket_url("s3://bucket/p"), client, scatter_read=True)
+    with pytest.raises(StorageError, match="cuts the listing short"):
+        list(backend.list("commits/"))
