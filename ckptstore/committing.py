@@ -13,6 +13,7 @@ from ckptstore.errors import (
     AmbiguousWriteError,
     CondemnedError,
     ObjectExistsError,
+    ObjectNotFoundError,
     StorageError,
     TransientStorageError,
 )
@@ -65,6 +66,8 @@ def put_once(
         try:
             if wait_until(backend, environment, is_listed) if taken else is_listed():
                 return backend.get(key, bytes_max=bytes_max)
+        except ObjectNotFoundError as error:  # it was deleted meanwhile, or a cache denies it
+            cause = error
         except StorageError as error:
             raise AmbiguousWriteError(f"{msg}: {error.message}", hint="do it again") from error
         if taken or sent + 1 == limits.COMMIT_SENDS_MAX:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 
 from ckptstore import limits
-from ckptstore.committing import commit_retrying
-from ckptstore.errors import CommitConflictError, CondemnedError
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.committing import commit_retrying, put_once
+from ckptstore.config import SYSTEM
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CommitConflictError,
+    CondemnedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
 from ckptstore.format.keys import manifest_key, pack_key
+
+T = TypeVar("T")
 
 FIRST, SECOND = "1" * 32, "2" * 32
 
@@ -63,3 +77,28 @@ def test_another_error_is_raised_at_once() -> None:
     with pytest.raises(CommitConflictError, match="faster"):
         commit_retrying(attempt)
     assert len(tries) == 1
+
+
+class Unreadable(WrapperBackend):
+    """Says that a write was lost, or that the name is taken; lists it, and cannot read it."""
+
+    def __init__(self, inner: MemoryBackend, error: type[Exception]) -> None:
+        super().__init__(inner)
+        self.error = error
+
+    def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
+        """Fail a write after it was done, and each read as a cached lookup would."""
+        if call == "get":
+            raise ObjectNotFoundError(f"{key} is not there")
+        found = action()
+        if call == "put_if_absent":
+            raise self.error("lost")
+        return found
+
+
+@pytest.mark.parametrize("error", [ObjectExistsError, AmbiguousWriteError])
+def test_an_object_that_is_listed_and_cannot_be_read_stays_unclear(error: type[Exception]) -> None:
+    """It is no missing object to the caller: whether it was written is not known."""
+    backend = Unreadable(MemoryBackend("unreadable"), error)
+    with pytest.raises(AmbiguousWriteError, match="not known whether"):
+        put_once(backend, "store.json", b"ours", SYSTEM, bytes_max=100)
