@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer, ObjectInfo
-from ckptstore.backends.memory import open_memory
+from ckptstore.backends.memory import MemoryBackend, open_memory
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.committing import commit_retrying, put_once
 from ckptstore.config import SYSTEM
@@ -17,8 +18,11 @@ from ckptstore.errors import (
     CommitConflictError,
     CondemnedError,
     ObjectExistsError,
+    ObjectNotFoundError,
 )
 from ckptstore.format.keys import manifest_key, pack_key
+
+T = TypeVar("T")
 
 FIRST, SECOND = "1" * 32, "2" * 32
 
@@ -116,3 +120,28 @@ def test_an_object_that_cannot_be_read_back_is_not_known_to_be_written(
     backend = StaleListing(open_memory("memory://unread"), errors)
     with pytest.raises(AmbiguousWriteError, match="not known whether"):
         put_once(backend, "store.json", b"mine", SYSTEM, bytes_max=10)
+
+
+class Unreadable(WrapperBackend):
+    """Says that a write was lost, or that the name is taken; lists it, and cannot read it."""
+
+    def __init__(self, inner: MemoryBackend, error: type[Exception]) -> None:
+        super().__init__(inner)
+        self.error = error
+
+    def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
+        """Fail a write after it was done, and each read as a cached lookup would."""
+        if call == "get":
+            raise ObjectNotFoundError(f"{key} is not there")
+        found = action()
+        if call == "put_if_absent":
+            raise self.error("lost")
+        return found
+
+
+@pytest.mark.parametrize("error", [ObjectExistsError, AmbiguousWriteError])
+def test_an_object_that_is_listed_and_cannot_be_read_stays_unclear(error: type[Exception]) -> None:
+    """It is no missing object to the caller: whether it was written is not known."""
+    backend = Unreadable(MemoryBackend("unreadable"), error)
+    with pytest.raises(AmbiguousWriteError, match="not known whether"):
+        put_once(backend, "store.json", b"ours", SYSTEM, bytes_max=100)
