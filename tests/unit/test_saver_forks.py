@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +20,26 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.saver.arena import Arena
 
 ENGINES = ("thread", "process")
-_PATIENCE_S = 240.0
+_PATIENCE_S = 120.0
 
 
 def _in_a_fork(work: Callable[[], None]) -> int | None:
-    """Do something in a forked child; return its exit status, None if it never came to an end."""
-    child = multiprocessing.get_context("fork").Process(target=work)
+    """Do something in a forked child; return its exit status, None if it never came to an end.
+
+    One that hangs prints where. (A timer of faulthandler would hang in a fork, too.)
+    """
+
+    def watched() -> None:
+        faulthandler.register(signal.SIGUSR1, file=2)
+        work()
+
+    child = multiprocessing.get_context("fork").Process(target=watched)
     child.start()
     child.join(_PATIENCE_S)
     status = child.exitcode
+    if status is None and child.pid is not None:
+        os.kill(child.pid, signal.SIGUSR1)
+        child.join(5)
     child.kill()
     child.join()
     return status
