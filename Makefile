@@ -16,12 +16,15 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 # For pip when it installs torch: where the default build (with CUDA, 3 GB) is not wanted, the
 # option that leads to the index with the CPU build.
 TORCH_FROM ?=
-# Test processes.
-JOBS ?= 2
+# Test processes; on two cores the third works while others wait for disks and servers.
+JOBS ?= 3
 # What pytest runs, and how: make test TESTS="tests/unit -k refs"
 TESTS ?= tests
 # Where the demo keeps its store: a path, or a URL such as s3://bucket/demo. URL= says the same.
 STORE ?= $(or $(URL),demo-store)
+
+# The tests start hundreds of processes, and each would compile the package for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 # -qq: pip's warnings about build backends say nothing to who only wants to run this.
 PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt

@@ -41,6 +41,7 @@ settings.load_profile("steady")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import cirules  # noqa: E402 - after the path
+import probes  # noqa: E402 - after the path
 from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
 from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
@@ -101,6 +102,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Refuse files that are skipped in CI."""
     return cirules.checked((yield))
+
+
+@pytest.fixture(autouse=True)
+def _probed_once(request: pytest.FixtureRequest) -> None:
+    """Probe this machine's disk once, but for tests marked ``probes``."""
+    (probes.forget if request.node.get_closest_marker("probes") else probes.remember)()
 
 
 @pytest.fixture(autouse=True)

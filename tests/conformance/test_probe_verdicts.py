@@ -122,7 +122,7 @@ def test_stale_listing_is_no_atomic_storage() -> None:
     report = probe(StaleListing(MemoryBackend("probe-stale")))
     assert names(report)["list after write"] is False
     assert report.put_if_absent is PutIfAbsent.UNKNOWN
-    said = "not even for a single writer: list after write (0 of 10 new objects were listed) failed"
+    said = "not even for a single writer: list after write (0 of 4 new objects were listed) failed"
     assert said in advice(report.to_dict())
 
 

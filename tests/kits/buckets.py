@@ -8,6 +8,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import boto3
+import botocore.session
 import requests
 from botocore.client import Config
 from botocore.exceptions import ClientError
@@ -17,6 +18,9 @@ __all__ = ["PREFIX", "GcsBucket", "S3Bucket"]
 
 PREFIX = "some/Place/"
 """Prefix of the tested store in a bucket; upper case, which keys may not have."""
+
+# Each client reads its service's description anew otherwise, for 0.2 s.
+botocore.session.create_loader = cache(botocore.session.create_loader)
 
 
 @cache

@@ -110,14 +110,14 @@ def measured(action: Callable[[], dict[str, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read every hostile store, and print the results."""
+    """Read the hostile stores that are named, and print the results."""
     torch.set_num_threads(1)
     logging.disable()
     objects = healthy()
     newest = Forge(objects).save["version"]
     results = {"(healthy)": measured(lambda: meet(objects, newest))}
-    for name, lie in LIES.items():
-        lied = lie(Forge(objects))
+    for name in json.load(sys.stdin):
+        lied = LIES[name](Forge(objects))
         results[name] = measured(lambda lied=lied: meet(lied, newest))  # type: ignore[misc]
         del lied
     json.dump(results, sys.stdout)

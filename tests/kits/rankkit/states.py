@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -91,6 +92,7 @@ def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
+@functools.cache  # the groups of its ranks are made once
 def mesh_of(world: int, dims: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return all ranks as a mesh of one or two dimensions."""
     shape = (world,) if dims == 1 else TILES[world]
