@@ -1,4 +1,4 @@
-"""Findings of the probe, remembered: the stores of most tests are not probed, each anew.
+"""Findings of the probe, remembered: the store of a test is not probed unless it asks for it.
 
 A probe writes some hundred files; most tests that create a store are about something else. It is
 remembered by the classes of the backend and the disk, for a whole backend of ckptstore's own: one
