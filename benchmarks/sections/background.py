@@ -17,9 +17,9 @@ def async_saves(result: Result) -> list[str]:
         for row in result.facts["rows"]
     ]
     return [
-        titled("How long the call takes", _stalls(result.tables["stall"])),
+        titled("Duration of the call", _stalls(result.tables["stall"])),
         titled("Training while a save is written", _beside(result.tables["training"])),
-        titled("What goes wrong behind it", outcomes(lines)),
+        titled("Faults behind the call", outcomes(lines)),
     ]
 
 

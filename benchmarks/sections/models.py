@@ -17,7 +17,7 @@ def workloads(result: Result) -> list[str]:
         for name in result.facts["workloads"]
     ]
     blocks.append(titled("The weights alone, into new memory", _weights(result)))
-    blocks.append(titled("What only a store has", _store(result)))
+    blocks.append(titled("Operations of stores only", _store(result)))
     return blocks
 
 

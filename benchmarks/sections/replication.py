@@ -23,7 +23,7 @@ def replicate(result: Result) -> list[str]:
         blocks.append(titled(title, about, timed(rows, {"vs quickest client": best}, {})))
     blocks.append(titled("Requests to the target", _requests(result.facts["requests"])))
     blocks.append(titled("Peak extra memory of a replication", _peaks(result)))
-    blocks.append(titled("What one request costs the client", _costs(result)))
+    blocks.append(titled("Cost of one request to the client", _costs(result)))
     blocks.append(titled("A collection of many terabytes, seen by its coordinator", _known(result)))
     return blocks
 

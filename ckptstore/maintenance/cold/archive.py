@@ -338,8 +338,8 @@ class _Archiving:
             )
         if moved and self.target.min_days:
             yield (
-                f"what leaves {self.target.name} within {self.target.min_days} days, deleted or"
-                " moved, is charged for all of them"
+                f"a pack that leaves {self.target.name} within {self.target.min_days} days, deleted"
+                " or moved, is charged for all of them"
             )
         for info in self.catalog.runs():
             if self.target.is_archive and info.head in self.named:
