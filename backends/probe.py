@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Self
@@ -22,11 +22,14 @@ from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     AmbiguousWriteError,
+    CkptStoreError,
     CorruptObjectError,
     FormatError,
     InvalidInputError,
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
     TransientStorageError,
     UnsafeBackendError,
 )
@@ -210,6 +213,7 @@ class _Probe:
         self._checks: list[Check] = []
         self._seconds: dict[str, list[float]] = {}
         self._offset = 0.0
+        self._keys: list[str] = []
 
     def report(self) -> ProbeReport:
         """Run all checks in order."""
@@ -224,7 +228,12 @@ class _Probe:
         if verdict is PutIfAbsent.ATOMIC:
             verdict = self._race()
         for name, step in steps:
-            passed, detail = step()
+            try:
+                passed, detail = step()
+            except (TransientStorageError, StorageFullError):
+                raise  # nothing is known of the storage yet
+            except CkptStoreError as error:
+                passed, detail = False, error.message
             self._note(name, detail, passed=passed)
             if not passed and verdict is PutIfAbsent.ATOMIC:
                 verdict = PutIfAbsent.UNKNOWN
@@ -240,12 +249,21 @@ class _Probe:
 
     def clean(self) -> None:
         """Remove all probe objects; those that a failing storage keeps are left behind."""
-        keys = [info.key for info in self._backend.list(self._root)]
+
+        def delete(key: str) -> None:
+            with suppress(StorageError):  # the check of deleting tells it, or what failed before
+                self._backend.delete(key)
+
         with ThreadPoolExecutor(limits.PROBE_CREATORS) as pool:
-            list(pool.map(self._backend.delete, keys))
+            list(pool.map(delete, self._keys))
+
+    def _key(self, name: str) -> str:
+        """Return the key of an object that is removed at the end."""
+        self._keys.append(f"{self._root}{name}")
+        return self._keys[-1]
 
     def _create_twice(self) -> PutIfAbsent:
-        key = f"{self._root}twice"
+        key = self._key("twice")
         try:
             with self._timed("create"):
                 self._backend.put_if_absent(key, b"first")
@@ -255,6 +273,12 @@ class _Probe:
         except AmbiguousWriteError as error:
             self._note("create twice", f"no clear answer: {error.message}", passed=False)
             return PutIfAbsent.UNKNOWN
+        except TransientStorageError:
+            raise
+        except StorageError as error:
+            self._backend.put(key, b"first")  # raises if nothing at all can be written here
+            self._note("create twice", f"refused: {error.message}", passed=False)
+            return PutIfAbsent.REFUSED
         told = False
         try:
             self._backend.put_if_absent(key, b"second")
@@ -287,9 +311,9 @@ class _Probe:
             while rounds < limits.PROBE_ROUNDS or (
                 rounds < limits.PROBE_ROUNDS_MAX and self._environment.monotonic() < end
             ):
-                winners, owner = self._round(pool, once, f"{self._root}race-{rounds}")
+                winners, owner = self._round(pool, once, self._key(f"race-{rounds}"))
                 if owner is None:
-                    key = f"{self._root}race-{rounds}-again"
+                    key = self._key(f"race-{rounds}-again")
                     winners, owner = self._round(pool, self._backend, key)
                 rounds += 1
                 if owner is None:
@@ -340,7 +364,7 @@ class _Probe:
 
     def _read_after_write(self) -> tuple[bool, str]:
         for index in range(limits.PROBE_OBJECTS):
-            key = f"{self._root}read-{index}"
+            key = self._key(f"read-{index}")
             with self._timed("put"):
                 self._backend.put(key, self._body)
             try:
@@ -378,7 +402,7 @@ class _Probe:
         return True, f"all {len(expected)} new objects were listed at once"
 
     def _clock(self) -> tuple[bool, str]:
-        key = f"{self._root}clock"
+        key = self._key("clock")
         self._backend.put(key, b"")
         now = self._environment.now_ms() / 1000
         with self._timed("stat"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from buckets import GcsBucket, S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
 
+import ckptstore
 from ckptstore.backends.base import Backend, Buffer, PutIfAbsent
 from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.memory import MemoryBackend
@@ -16,8 +18,16 @@ from ckptstore.backends.probe import ProbeReport, measure, probe
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.cli.probe_table import advice
-from ckptstore.errors import AmbiguousWriteError, CkptStoreError, FormatError, StorageError
+from ckptstore.config import Options
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    FormatError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptstore.events import Progress
+from ckptstore.repo import create_on
 from ckptstore.testing.faulty import CALLS, FaultyBackend, When
 from ckptstore.testing.faulty import Fault as BackendFault
 
@@ -79,6 +89,58 @@ def test_refusing_server_is_found_out(s3_bucket: S3Bucket, s3_proxy: FaultProxy)
     assert s3_bucket.keys() == set()
 
 
+@pytest.mark.parametrize("status", [400, 403, 405])
+def test_a_condition_that_is_refused_is_told_from_a_lack_of_permission(
+    s3_bucket: S3Bucket, s3_proxy: FaultProxy, status: int
+) -> None:
+    """A plain write of the same name works: a single writer may have a store here."""
+    conditional = Fault(
+        kind=Kind.STATUS,
+        method="PUT",
+        header="if-none-match",
+        status=status,
+        code="InvalidRequest",
+        times=0,
+    )
+    s3_proxy.set(conditional)
+    options = s3_bucket.options(f"http://127.0.0.1:{s3_proxy.port}")
+    report = probe(open_backend(s3_bucket.url, **options))
+    assert report.put_if_absent is PutIfAbsent.REFUSED
+    assert [check.name for check in report.checks if not check.passed] == ["create twice"]
+    with ckptstore.open(s3_bucket.url, create=True, single_writer=True, **options) as store:
+        store.run("r").save({"w": b"1"}, step=1)
+        assert store.load("r") == {"w": b"1"}
+
+
+class Broken(WrapperBackend):
+    """Refuses some listings, and gives other bytes than those of the range."""
+
+    def list(self, prefix: str, *, after: str = "") -> object:  # type: ignore[override]
+        """Refuse."""
+        if not prefix.startswith("probe/"):
+            return self.inner.list(prefix, after=after)
+        msg = "list: AccessDenied"
+        raise StoragePermissionError(msg, hint="ask for s3:ListBucket")
+
+    def read_into(self, key: str, offset: int, parts: Sequence[memoryview]) -> None:
+        """Read from the beginning."""
+        self.inner.read_into(key, 0, parts)
+
+
+def test_every_check_runs_whatever_failed_before() -> None:
+    """Each defect is in the report, and the next step with the first; nothing is left behind."""
+    memory = MemoryBackend("probe-broken")
+    report = probe(Broken(memory))
+    failed = {check.name: check.detail for check in report.checks if not check.passed}
+    assert len(report.checks) == 7
+    assert failed.keys() == {"ranged read", "list after write", "delete"}
+    assert "AccessDenied" in failed["list after write"]
+    assert report.put_if_absent is PutIfAbsent.UNKNOWN
+    assert memory.objects == {}
+    with pytest.raises(StorageError, match="not even for a single writer: ranged read"):
+        create_on(Broken(memory), options=Options(single_writer=True))
+
+
 def test_look_then_write_is_found_out(tmp_path: Path) -> None:
     """Fsspec's local files, which look first and write then, are caught by the race."""
     for _ in range(10):  # a machine with one slow processor may run a whole race in turns
@@ -137,18 +199,25 @@ def test_unclear_answers_are_no_verdict() -> None:
 
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 def test_every_failing_call(when: When) -> None:
-    """Whatever call fails, the probe raises an error of our tree or does not say atomic wrongly."""
+    """Whatever call fails, the probe raises an error of our tree, or its check has failed."""
     counting = BackendFault(at=0)
     probe(FaultyBackend(MemoryBackend("probe-count"), counting))
-    raised = 0
+    told = 0
     for at in range(1, counting.seen + 1, 7):
         backend = FaultyBackend(MemoryBackend(f"probe-{when}-{at}"), BackendFault(at=at, when=when))
         try:
-            probe(backend)
+            told += not all(names(probe(backend)).values())
         except CkptStoreError:
-            raised += 1
-    assert raised > 3
+            told += 1
+    assert told > 3
     assert CALLS
+
+
+def test_a_probe_is_a_hundred_requests() -> None:
+    """No more, of storage that claims put-if-absent: a store on S3 is created in seconds."""
+    counting = BackendFault(at=0)
+    probe(FaultyBackend(MemoryBackend("probe-requests"), counting))
+    assert 50 < counting.seen <= 100
 
 
 def test_storage_that_refuses_everything() -> None:

@@ -7,6 +7,7 @@ import socketserver
 import struct
 import threading
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import BinaryIO, Self
@@ -43,6 +44,8 @@ class Fault:
     """Of HTTP; empty for any."""
     path: str = ""
     """A part of the path; empty for any."""
+    header: str = ""
+    """A header that the request has, in lower case; empty for any."""
     skip: int = 0
     """Number of matching requests that pass first."""
     times: int = 1
@@ -114,10 +117,11 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hit(self, method: str, path: str) -> Fault | None:
+    def _hit(self, method: str, path: str, headers: Container[str]) -> Fault | None:
         with self._lock:
             for fault in self._faults:
-                if fault.method in {"", method} and fault.path in path:
+                asked = not fault.header or fault.header in headers
+                if asked and fault.method in {"", method} and fault.path in path:
                     fault.seen += 1
                     late = fault.seen > fault.skip and not (fault.seen - fault.skip) % fault.every
                     if late and (not fault.times or fault.hits < fault.times):
@@ -136,7 +140,7 @@ class FaultProxy:
             server.settimeout(_IDLE_S)
             while (request := _receive(requests, client)) is not None:
                 method, path, _ = request.start.split(" ", 2)
-                fault = self._hit(method, path)
+                fault = self._hit(method, path, request.headers)
                 if fault is not None and not _before(fault, client):
                     return
                 server.sendall(request.head + request.body)
