@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePosixPath
@@ -30,6 +31,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Answers where folders cannot be synced (some FUSE file systems); those promise no durability of
 # names, and the file itself was synced.
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
+# Answers to chmod() where modes are options of the mount (vfat, SMB, some FUSE file systems).
+_NO_MODES = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 
 
 class TempFile:
@@ -239,8 +242,20 @@ class Folders:
             self.ensure(parent)
             with suppress(FileExistsError):
                 os.mkdir(folder)  # noqa: PTH102
+                self._open_as_root(folder)
             sync_folder(parent)
         self._durable.add(folder)
+
+    def _open_as_root(self, folder: str) -> None:
+        """Let those write in a new folder who may write in the root, whatever our umask is."""
+        mode = stat.S_IMODE(os.stat(folder).st_mode)  # noqa: PTH116
+        wanted = mode | stat.S_IMODE(os.stat(self._root).st_mode) & 0o777  # noqa: PTH116
+        if wanted != mode:
+            try:
+                os.chmod(folder, wanted)  # noqa: PTH101
+            except OSError as error:
+                if error.errno not in _NO_MODES:
+                    raise
 
     def forget(self) -> None:
         """Forget all folders: one of them was found missing."""

@@ -17,24 +17,35 @@ _log = logging.getLogger("ckptstore")
 
 def named_version(repo: Repo, ref: str) -> Version:
     """Return the version that a ref names; see :meth:`ckptstore.Store.resolve`."""
-    parsed = parse_ref(ref)
+    return _named(repo, [ref])[0]
+
+
+def named_versions(repo: Repo, refs: Sequence[str]) -> list[Version]:
+    """Return the versions that refs name, in their order; the log is read once for all."""
+    return _named(repo, check_listed(refs, "refs"))
+
+
+def _named(repo: Repo, refs: Sequence[str]) -> list[Version]:
+    parsed = [parse_ref(ref) for ref in refs]
+    if not parsed:
+        return []
     try:
         catalog = repo.refresh()
     except (IntegrityError, FormatError) as error:
         catalog = repo.log.catalog
-        if parsed.kind != "id" or not _knows(catalog, parsed):
+        if not all(one.kind == "id" and _knows(catalog, one) for one in parsed):
             raise
-        _log.warning("%s is read from what the log held before its damage: %s", ref, error)
-    if parsed.kind == "valid":
+        named = ", ".join(refs)
+        _log.warning("%s is read from what the log held before its damage: %s", named, error)
+    return [_found(repo, catalog, one) for one in parsed]
+
+
+def _found(repo: Repo, catalog: Catalog, ref: Ref) -> Version:
+    if ref.kind == "valid":
         from ckptstore.maintenance.check.latest_valid import latest_valid
 
-        return latest_valid(repo, parsed.run).version
-    return resolve(catalog, parsed)
-
-
-def named_versions(repo: Repo, refs: Sequence[str]) -> list[Version]:
-    """Return the versions that refs name, in their order."""
-    return [named_version(repo, ref) for ref in check_listed(refs, "refs")]
+        return latest_valid(repo, ref.run).version
+    return resolve(catalog, ref)
 
 
 def known(repo: Repo) -> Catalog:

@@ -572,3 +572,38 @@ def test_a_listing_asks_nothing_of_names_that_are_no_keys(
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert [info.key for info in backend.list("packs/")] == ["packs/aa/1.pack"]
+
+
+def test_new_folders_have_the_rights_of_the_root(tmp_path: Path) -> None:
+    """A group shares a store, whatever the umask of the one who makes a folder; modes only grow."""
+    tmp_path.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        backend = open_posix(str(tmp_path))
+        backend.put("packs/ab/1.pack", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "packs").stat().st_mode & 0o777 == 0o775
+    assert (tmp_path / "packs" / "ab").stat().st_mode & 0o777 == 0o775
+    tmp_path.chmod(0o700)
+    backend.put("packs/cd/1.pack", b"x")
+    mask = os.umask(before)
+    assert (tmp_path / "packs" / "cd").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_a_file_system_without_modes_has_folders_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mount decides on modes, chmod is refused, and folders are made as they come."""
+    tmp_path.chmod(0o777)
+
+    def refused(path: str, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", path)
+
+    monkeypatch.setattr(os, "chmod", refused)
+    before = os.umask(0o077)
+    try:
+        open_posix(str(tmp_path)).put("packs/ab/1.pack", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "packs" / "ab" / "1.pack").read_bytes() == b"x"

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faultkit.stores import trusting
+from metered import MeteredBackend
 
 import ckptstore
+from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import (
     CondemnedError,
     InvalidInputError,
@@ -16,6 +19,8 @@ from ckptstore.errors import (
     PolicyError,
     VersionNotFoundError,
 )
+from ckptstore.repo import create_on
+from ckptstore.store import Store
 
 
 @pytest.fixture
@@ -55,6 +60,24 @@ def test_removed_and_back(store: ckptstore.Store) -> None:
     assert back.step == 1
     assert _steps(store) == [0, 1, 2, 3, 4]
     assert store.load("gpt@1")["model"]["w"][0, 0].item() == pytest.approx(1 / 7)
+
+
+def test_many_are_removed_by_as_few_requests_as_one() -> None:
+    """The log is read as often, however many are named; what comes back has its manifest read."""
+    asked = []
+    for count in (1, 30):
+        meter = MeteredBackend(MemoryBackend(f"remove-{count}"))
+        with Store(create_on(meter, prober=trusting)) as store:
+            for step in range(count + 1):
+                store.run("gpt").save({"w": b"%d" % step}, step=step)
+            refs = [f"gpt@{step}" for step in range(count)]
+            for action in (store.remove, store.undelete):
+                before = meter.snapshot()
+                assert len(action(refs)) == count
+                after = meter.snapshot()
+                asked.append({name: after[name].calls - before[name].calls for name in before})
+    (removed, undeleted), many = asked[:2], asked[2:]
+    assert many == [removed, undeleted | {"get": 30}]
 
 
 @pytest.mark.parametrize(("ref", "said"), [("gpt@2", "tagged paper"), ("gpt@4", "head")])
