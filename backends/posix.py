@@ -91,14 +91,17 @@ class PosixBackend(Backend):
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object; the same content again is no error, other content is."""
         try:
-            self.put_if_absent(key, data)
+            self._create(key, data, alone=True)
         except ObjectExistsError:
             # An earlier try of the same call may have succeeded.
             if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
                 raise
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object by ``link()``."""
+        """Create an object by ``link()``, or on a disk without links by a kernel's rename."""
+        self._create(key, data, alone=False)
+
+    def _create(self, key: str, data: Buffer, *, alone: bool) -> None:
         temp = self._open_temp(check_key(key))
         try:
             temp.write(data)
@@ -108,7 +111,8 @@ class PosixBackend(Backend):
             if isinstance(error, OSError) and not isinstance(error, CkptStoreError):
                 raise translate(error, f"write {key}", writing=True) from error
             raise
-        publish(temp.path, self._path(key), f"create {key}")
+        local = self._settings.name == "local"
+        publish(temp.path, self._path(key), f"create {key}", alone=alone, one_machine=local)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that streams to a temporary file."""

@@ -26,6 +26,9 @@ from ckptstore.errors import (
 
 # Answers of file systems without hard links to link(): link(2), and FUSE's ENOSYS.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+# Answers to renameat2() where it is not served, or not with this flag: rename(2).
+_NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags to open a folder."""
 # Answers where folders cannot be synced (some FUSE file systems); those promise no durability of
@@ -112,17 +115,27 @@ def _size(descriptor: int, expected_bytes: int) -> int:
     return found
 
 
-def publish(temp: str, final: str, what: str) -> None:
+def publish(
+    temp: str, final: str, what: str, *, alone: bool = False, one_machine: bool = False
+) -> None:
     """Give the finished file `temp` the name `final` if that is free, and remove `temp`.
 
-    Durable on return. After any error `temp` is gone or unused.
+    Durable on return. After any error `temp` is gone or unused. Where the file system has no hard
+    links, the file is renamed, if one of these holds.
+
+    Parameters
+    ----------
+    alone
+        Nobody else creates this name: look whether it is free, then rename.
+    one_machine
+        Only this machine has the file system mounted: its kernel can rename without replacing.
 
     Raises
     ------
     ObjectExistsError
         The name is taken by another file.
     UnsafeBackendError
-        The file system has no hard links.
+        The file system has no hard links, and a rename would not be safe.
     AmbiguousWriteError
         Whether the link was made could not be determined.
     StorageError
@@ -132,7 +145,8 @@ def publish(temp: str, final: str, what: str) -> None:
     try:
         os.link(temp, final, follow_symlinks=False)
     except OSError as error:
-        _after_failed_link(error, temp, final, what)
+        if not _linked_after(error, temp, final, what):
+            _rename(temp, final, what, alone=alone, one_machine=one_machine)
     try:
         sync_folder(os.path.dirname(final))  # noqa: PTH120
     except OSError as error:
@@ -143,11 +157,14 @@ def publish(temp: str, final: str, what: str) -> None:
             os.unlink(temp)  # noqa: PTH108
 
 
-def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None:
-    """Return if the link was made although its reply was lost; otherwise raise the true error."""
+def _linked_after(error: OSError, temp: str, final: str, what: str) -> bool:
+    """Return True if the link was made although its reply was lost; False if there are no links.
+
+    Raises the true error otherwise.
+    """
     links = _link_count(temp)
     if links == 2:
-        return
+        return True
     # SFTP has one code for every failure; sshfs makes it EPERM, even where a name is taken.
     taken = error.errno == errno.EEXIST or (error.errno == errno.EPERM and _link_count(final) > 0)
     if taken and links == 1:
@@ -155,14 +172,55 @@ def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None
         msg = f"{what}: exists"
         raise ObjectExistsError(msg) from error
     if error.errno in _NO_LINKS:
-        _remove(temp)
-        msg = f"{what}: this file system has no hard links"
-        raise UnsafeBackendError(msg) from error
+        return False
     # Once the temporary name is gone, a request still in flight cannot link it.
     if links != 1 or not _remove(temp) or _exists(final) is not False:
         msg = f"{what}: link gave {errno.errorcode.get(error.errno or 0, error.errno)}"
         raise AmbiguousWriteError(msg) from error
     raise translate(error, what, writing=True) from error
+
+
+def _rename(temp: str, final: str, what: str, *, alone: bool, one_machine: bool) -> None:
+    """Create a name where there are no hard links; raises as :func:`publish`."""
+    try:
+        if not ((alone or one_machine) and _rename_if_absent(temp, final)):
+            if not alone:
+                _remove(temp)
+                msg = f"{what}: this file system has no hard links"
+                raise UnsafeBackendError(msg)
+            if _exists(final) is not False:
+                raise FileExistsError(errno.EEXIST, "exists", final)
+            os.rename(temp, final)  # noqa: PTH104
+    except FileExistsError as error:
+        _remove(temp)
+        msg = f"{what}: exists"
+        raise ObjectExistsError(msg) from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if not _remove(temp):  # it was renamed, although the answer says no, or may yet be
+            msg = f"{what}: rename gave {errno.errorcode.get(error.errno or 0, error.errno)}"
+            raise AmbiguousWriteError(msg) from error
+        raise translate(error, what, writing=True) from error
+
+
+def _rename_if_absent(temp: str, final: str) -> bool:
+    """Rename unless the name is taken (FileExistsError); False where that is not to be had.
+
+    By ``renameat2`` with RENAME_NOREPLACE (rename(2), Linux 3.15), which Python lacks.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = [os.fsencode(path) for path in (temp, final)]
+    if not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_FLAGS:
+        return False
+    raise OSError(number, os.strerror(number), final)
 
 
 def _link_count(path: str) -> int:

@@ -90,7 +90,7 @@ class PosixWriter(ObjectWriter):
         """Make the object durable, then visible; a failed commit cannot be repeated."""
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
-            publish(self._temp.path, self._path, f"create {self._key}")
+            publish(self._temp.path, self._path, f"create {self._key}", alone=True)
         except OSError as error:
             self._temp.discard()
             found = translate(error, f"write {self._key}", writing=True)

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from ckptstore import limits
-from ckptstore.backends import posix_stream
+from ckptstore.backends import posix_publish, posix_stream
+from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.posix import PosixBackend, open_posix
 from ckptstore.backends.posix_settings import SETTINGS
+from ckptstore.backends.probe import probe
 from ckptstore.backends.retrying import RetryingBackend
-from ckptstore.config import SystemEnvironment
+from ckptstore.config import Options, SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
@@ -29,6 +31,8 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsafeBackendError,
 )
+from ckptstore.repo import create_on
+from ckptstore.store import Store
 
 CALLS = ("open", "write", "writev", "fsync", "fstat", "close", "link", "unlink", "mkdir", "preadv")
 
@@ -285,21 +289,81 @@ def test_late_link_over_taken_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "a").read_bytes() == b"theirs"
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_file_system_without_links(
+NO_LINKS = pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+
+
+@NO_LINKS
+def test_a_disk_without_links_creates_names_by_the_kernels_rename(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without hard links nothing can be created safely, and that is said."""
+    """On this machine's disks RENAME_NOREPLACE lets one creator win, and keeps what is there."""
     backend = open_posix(str(tmp_path))
     fail(monkeypatch, "link", number)
-    with pytest.raises(UnsafeBackendError):
+    backend.put_if_absent("a", b"first")
+    with pytest.raises(ObjectExistsError):
+        backend.put_if_absent("a", b"second")
+    assert backend.get("a", bytes_max=9) == b"first"
+    assert probe(backend).passed
+    assert names(tmp_path) == ["a", "probe"]
+
+
+@NO_LINKS
+@pytest.mark.parametrize("kind", ["", "nfs", "parallel"])
+def test_a_single_writer_needs_neither_links_nor_flags(
+    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are created by looking and renaming, but never for a claim against other writers.
+
+    Where other machines mount the same files, this kernel's rename knows nothing of theirs.
+    """
+    backend = open_posix(str(tmp_path), kind=kind)
+    fail(monkeypatch, "link", number)
+    if not kind:
+        monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: False)
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"mine")
     assert names(tmp_path) == []
+    backend.put("a", b"mine")
+    backend.put("a", b"mine")
+    with pytest.raises(ObjectExistsError):
+        backend.put("a", b"other")
+    with backend.open_writer("b") as writer:
+        writer.write(b"streamed")
+        writer.commit()
+    assert probe(backend).put_if_absent is PutIfAbsent.REFUSED
+    with create_on(backend, options=Options(single_writer=True)) as repo, Store(repo) as store:
+        for step in range(3):
+            store.run("r").save({"w": b"%d" % step}, step=step)
+        assert [version.step for version in store.versions("r")] == [0, 1, 2]
+        assert store.verify().ok
+        assert store.load("r@1") == {"w": b"1"}
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
+def test_a_rename_that_fails_is_told_from_one_that_was_done(
+    done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error with the temporary file gone is no clear answer; else nothing was created."""
+    backend = open_posix(str(tmp_path), kind="parallel")
+    fail(monkeypatch, "link", errno.EPERM)
+    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: False)
+    rename = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if done:
+            rename(source, target)
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(AmbiguousWriteError if done else StorageError) as caught:
+        backend.put("a", b"mine")
+    assert done or not isinstance(caught.value, AmbiguousWriteError)
+    assert names(tmp_path) == (["a"] if done else [])
 
 
 def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sshfs answers EPERM to ``link()`` on a taken name; on a free one it tells that none work."""
-    backend = open_posix(str(tmp_path))
+    backend = open_posix(str(tmp_path), kind="parallel")
     backend.put_if_absent("a", b"first")
     fail(monkeypatch, "link", errno.EPERM)
     with pytest.raises(ObjectExistsError):
@@ -316,7 +380,7 @@ def test_other_answers_tell_of_links_alone(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes that say that the call is not served say nothing of the name."""
-    backend = open_posix(str(tmp_path))
+    backend = open_posix(str(tmp_path), kind="parallel")
     backend.put_if_absent("a", b"first")
     fail(monkeypatch, "link", number)
     with pytest.raises(UnsafeBackendError, match="no hard links"):
