@@ -29,6 +29,7 @@ from ckptstore.backends.base import (
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_publish import Folders, TempFile, publish, sync_folder
 from ckptstore.backends.posix_settings import (
+    LINKLESS_DISKS,
     SETTINGS,
     PosixSettings,
     find_fs_type,
@@ -64,7 +65,7 @@ class PosixBackend(Backend):
     settings
         Settings for this kind of file system.
     fs_type
-        Its type in the mount table; shown to users, decides nothing here.
+        Its type in the mount table; shown to users, and decides how names without links are made.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class PosixBackend(Backend):
             if isinstance(error, OSError) and not isinstance(error, CkptStoreError):
                 raise translate(error, f"write {key}", writing=True) from error
             raise
-        local = self._settings.name == "local"
-        publish(temp.path, self._path(key), f"create {key}", alone=alone, one_machine=local)
+        disk = self.fs_type in LINKLESS_DISKS
+        publish(temp.path, self._path(key), f"create {key}", alone=alone, one_machine=disk)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that streams to a temporary file."""

@@ -72,6 +72,9 @@ SETTINGS: Final[dict[str, PosixSettings]] = {
     "parallel": PosixSettings(name="parallel", capabilities=_PARALLEL, stripe_count=4),
 }
 
+LINKLESS_DISKS: Final = frozenset({"exfat", "msdos", "ntfs3", "vfat"})
+"""Types without hard links that only one machine at a time mounts: its kernel sees every rename."""
+
 # File system types by the kernel's names. Any other is a disk or memory of this machine.
 _NFS_TYPES: Final = frozenset({"nfs", "nfs4", "fuse.nfs"})
 _PARALLEL_TYPES: Final = frozenset(
