@@ -34,6 +34,8 @@ from ckptstore.errors import (
 from ckptstore.repo import create_on
 from ckptstore.store import Store
 
+pytestmark = pytest.mark.probes  # what the disk could do before a test broke it is nothing here
+
 CALLS = ("open", "write", "writev", "fsync", "fstat", "close", "link", "unlink", "mkdir", "preadv")
 
 
