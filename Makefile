@@ -27,10 +27,20 @@ STORE ?= $(or $(URL),demo-store)
 unexport PYTHONDONTWRITEBYTECODE
 
 # -qq: pip's warnings about build backends say nothing to who only wants to run this.
-PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt
+PIP = $(BIN)/python -m pip install -qq --retries 10 -c constraints-dev.txt
+# Microsoft's emulator of Azure Blob Storage, a program for Node.js, which comes as a wheel.
+AZURITE := 3.37.0
+AZURITE_STAMP := $(VENV)/azurite/.$(AZURITE)
+# mkdocs and its theme have an environment of their own: the tests need them only as a program.
+SITE_STAMP := $(VENV)/site/.made
+# DeepSpeed changes how other libraries run where it is installed: it has an environment of its own,
+# over the packages of $(VENV).
+DEEPSPEED_STAMP := $(VENV)/deepspeed/.made
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+NPM_QUIET := --silent --no-audit --no-fund --no-update-notifier --ignore-scripts --fetch-retries 5
 TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
 
-.PHONY: help demo test test-all test-lab soak planted coverage lint format bench docs clean
+.PHONY: help demo azurite test test-all test-lab soak planted coverage lint format bench docs site clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -63,29 +73,52 @@ $(VENV)/.bench: $(VENV)/.run
 	@$(PIP) --group bench-native || echo "no C compiler? going on without ZipNN" >&2
 	@touch $@
 
+$(AZURITE_STAMP): $(VENV)/.dev
+	@echo "installing azurite, which the tests start"
+	@PATH="$(abspath $(BIN)):$$PATH" npm install $(NPM_QUIET) --prefix $(VENV)/azurite azurite@$(AZURITE)
+	@touch $@
+
+$(SITE_STAMP): $(VENV)/.made pyproject.toml constraints-dev.txt
+	@echo "installing what builds the site"
+	@$(BIN)/python -m venv $(VENV)/site
+	@$(VENV)/site/bin/python -m pip install -qq -c constraints-dev.txt --upgrade 'pip>=25.1'
+	@$(VENV)/site/bin/python -m pip install -qq -c constraints-dev.txt --group site
+	@touch $@
+
+$(DEEPSPEED_STAMP): $(VENV)/.dev
+	@echo "installing DeepSpeed, which a test trains with"
+	@$(BIN)/python -m venv --clear --without-pip $(VENV)/deepspeed
+	@$(BIN)/python $(PURELIB) > "$$($(VENV)/deepspeed/bin/python $(PURELIB))/below.pth"
+	@{ $(BIN)/python -m pip --python $(VENV)/deepspeed/bin/python install -qq --retries 10 \
+	-c constraints-dev.txt --no-build-isolation --group deepspeed && touch $@; } \
+	|| echo "no C++ compiler? going on without the test that trains with DeepSpeed" >&2
+
 # --- what to do with it -------------------------------------------------------------------------
 
 demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or URL); 1-3 minutes
 	@if [ "$(STORE)" = demo-store ]; then rm -rf demo-store; fi
 	@$(BIN)/python docs/demo/demo.py "$(STORE)"
 
-test: lint ## checks, and the short tier of the tests; no root, no network
+azurite: $(AZURITE_STAMP) ## install the emulator of Azure that the tests start
+
+test: lint $(AZURITE_STAMP) ## checks, and the short tier of the tests; no root, no network
 	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short $(TESTS))
 
-test-all: lint ## checks, and all tests that need neither root nor network
+test-all: lint $(AZURITE_STAMP) $(SITE_STAMP) $(DEEPSPEED_STAMP) ## checks, and all tests that need neither root nor network
 	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --durations=10 $(TESTS))
 
-test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 minutes
+test-lab: $(VENV)/.dev $(SITE_STAMP) ## tests on real storage systems; root on Debian 12, half an hour
+	@$(PIP) --group lab
 	@PYTHON=$(abspath $(BIN))/python tests/lab/run.sh
 
 # In pieces: CKPTSTORE_SOAK_ROUNDS (of each campaign), CKPTSTORE_SOAK_SEED, CKPTSTORE_MACHINE_STEPS.
-soak: $(VENV)/.dev ## the long form of the campaigns: kills, faults, power cuts
+soak: $(AZURITE_STAMP) ## the long form of the campaigns: kills, faults, power cuts
 	$(call TIMED,$(BIN)/python -m pytest -m soak -o faulthandler_timeout=1800 -o timeout=7200 --durations=10 $(TESTS))
 
-planted: $(VENV)/.dev ## plant bugs that lose data, one at a time, and show which test notices each; 4 minutes
+planted: $(AZURITE_STAMP) ## plant bugs that lose data, one at a time, and show which test notices each; 9 minutes
 	@$(BIN)/python tests/planted/plant.py
 
-coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
+coverage: $(AZURITE_STAMP) $(SITE_STAMP) ## tests, and which lines and branches they miss
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)
 
 lint: $(VENV)/.dev ## style, types and layers
@@ -100,8 +133,12 @@ format: $(VENV)/.dev ## rewrite the sources in the house style, and the pages ma
 bench: $(VENV)/.bench ## compare with other tools; several minutes on an idle machine
 	$(BIN)/python -m benchmarks.run
 
-docs: $(VENV)/.dev ## run every block of the documentation, follow its links
+docs: $(AZURITE_STAMP) $(SITE_STAMP) ## run every block of the documentation, follow its links, build the site
 	@$(BIN)/python -m pytest tests/docs
+
+site: $(SITE_STAMP) ## build the documentation's site, which needs no network: build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/site/bin/python -m mkdocs build --strict --quiet
+	@echo "open $(abspath build/site/index.html)"
 
 clean: ## remove the environment, caches, builds and the demo's store
 	rm -rf $(VENV) build dist demo-store *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .import_linter_cache

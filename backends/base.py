@@ -20,28 +20,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckptstore import limits
-from ckptstore.errors import InvalidKeyError
+from ckptstore.errors import CorruptObjectError, InvalidKeyError, ReadOnlyError
 
 if TYPE_CHECKING:
+    from ckptstore.backends.per_process import PerProcess
     from ckptstore.backends.storage_classes import ColdStorage
+    from ckptstore.backends.transfers import Recorder
 
 __all__ = [
-    "Backend",
-    "Buffer",
-    "Capabilities",
-    "Leftovers",
-    "ObjectInfo",
-    "ObjectWriter",
-    "PutIfAbsent",
-    "check_key",
-    "check_prefix",
-]
+    "Backend", "Buffer", "Buffers", "Capabilities", "Leftovers", "ObjectInfo", "ObjectWriter",
+    "PutIfAbsent", "check_key", "check_prefix", "check_size",
+]  # fmt: skip
 
 Buffer = bytes | bytearray | memoryview
+"""Bytes to write."""
+Buffers = Sequence[memoryview]
+"""Memory that a read fills, one buffer after another."""
 
 _SEGMENT = r"[a-z0-9][a-z0-9._-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*\Z")
@@ -70,6 +67,19 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_size(key: str, size_bytes: int, bytes_max: int) -> None:
+    """Refuse an object that is larger than its reader allows.
+
+    Raises
+    ------
+    CorruptObjectError
+        It has more than `bytes_max` bytes.
+    """
+    if size_bytes > bytes_max:
+        msg = f"{key} has {size_bytes} bytes, more than the {bytes_max} allowed"
+        raise CorruptObjectError(msg)
+
+
 def check_prefix(prefix: str) -> str:
     """Return `prefix` if it may be listed: the beginning of a key, or empty.
 
@@ -79,8 +89,7 @@ def check_prefix(prefix: str) -> str:
         If no key could begin with it.
     """
     if len(prefix) > limits.KEY_CHARS_MAX or not _PREFIX.match(prefix):
-        msg = f"not the beginning of a storage key: {prefix[:80]!r}"
-        raise InvalidKeyError(msg)
+        raise InvalidKeyError(f"not the beginning of a storage key: {prefix[:80]!r}")
     return prefix
 
 
@@ -125,9 +134,22 @@ class Capabilities:
     """Seconds that a name may seem absent to one client after another created it."""
     private: bool = False
     """Objects are in the memory of this process, where no other one can reach them."""
+    lists: bool = True
+    """``list`` works; where it does not, layers above find objects by names that they know."""
+    read_only: bool = False
+    """Every call that writes raises ReadOnlyError."""
     write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
     """Roughly how fast it takes durable bytes, until a save was measured (see
     :mod:`ckptstore.objects.auto_codec`)."""
+
+
+def read_only_error(url: str, hint: str = "") -> ReadOnlyError:
+    """Return the error for a write to storage whose capabilities are ``read_only``."""
+    if "::" in url:
+        msg = f"{url} is a chain of file systems, through which ckptstore only reads"
+        return ReadOnlyError(msg, hint=hint or "write to the location at its end")
+    msg = f"{url} is behind a web server, which is read-only"
+    return ReadOnlyError(msg, hint=hint or "write to the store that is published there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,12 +208,7 @@ class ObjectWriter(ABC):
         """Return the writer itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Abort unless committed."""
         self.abort()
 
@@ -208,8 +225,11 @@ class Backend(ABC):
     url: str
     """The location as the user would write it, without credentials."""
     name: str
-    """Kind of backend: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
-    ``fsspec``; recorded with probe results."""
+    """Kind of backend: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``azure``,
+    ``memory``, ``web``, ``fsspec``; recorded with probe results."""
+    transfers: PerProcess[Recorder] | None = None
+    """Figures of its requests; None if it does not count them: then the retry wrapper counts the
+    calls."""
 
     @property
     @abstractmethod
@@ -269,7 +289,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Buffers) -> None:
         """Fill `buffers`, one after another, from byte `offset` of an object on.
 
         Parameters
@@ -334,9 +354,33 @@ class Backend(ABC):
         """
         return Leftovers()
 
+    def keep_reserve(self, *, whole: bool = True) -> None:  # noqa: B027 - only disks need one
+        """Keep some room for :func:`ckptstore.committing.on_reserve`; never raises.
+
+        Parameters
+        ----------
+        whole
+            Only if there is room for all of it, so that a nearly full storage can be used; False
+            keeps what there is.
+        """
+
+    def drop_reserve(self) -> None:  # noqa: B027 - only disks need one
+        """Give up that room, for the writes that free a full storage; never raises."""
+
+    def remarks(self) -> Sequence[str]:
+        """Return properties of the location that may need a change, as sentences for people."""
+        return ()
+
     def cold_storage(self) -> ColdStorage | None:
         """Return access to this storage's classes; None where there are none."""
         return None
+
+    def past_caches(self) -> Backend:
+        """Return a backend that reads from the storage itself; this one if it has no cache.
+
+        What it reads is removed from the cache: for readers that found cached bytes damaged.
+        """
+        return self
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Object stores: everything that S3, GCS and their like have in common.
+"""Object stores: everything that S3, GCS and Azure have in common.
 
 The objects of a store lie below one prefix of a bucket, ``scheme://bucket/prefix``. The backend of
 an object store sends plain requests, each once, since retries belong to the retry wrapper.
@@ -7,30 +7,19 @@ an object store sends plain requests, each once, since retries belong to the ret
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    Capabilities,
-    ObjectInfo,
-    PutIfAbsent,
-    check_key,
-    check_prefix,
-    is_key,
-)
+from ckptstore import errors, limits
+from ckptstore.backends import base
+from ckptstore.backends.part_sender import PartSender
+from ckptstore.backends.patience import Patience, Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import wanted_bytes
-from ckptstore.backends.storage_classes import is_classed
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    InvalidUrlError,
-    StorageError,
-    TransientStorageError,
-)
+from ckptstore.backends.storage_classes import check_pack_class, is_classed
+from ckptstore.backends.transfers import Recorder
+from ckptstore.backends.width import check_requests
 from ckptstore.limits import MIB
 
 C = TypeVar("C")
@@ -38,19 +27,19 @@ T = TypeVar("T")
 Foreign = Any
 """A value of a client library, which ship no types."""
 
-CAPABILITIES: Final = Capabilities(
+CAPABILITIES: Final = base.Capabilities(
     # AWS keeps the condition since August 2024, Google promises ifGenerationMatch=0; other servers
     # and emulators ignore or refuse it: the probe decides.
-    put_if_absent=PutIfAbsent.UNKNOWN,
-    pack_bytes=64 * MIB,  # one request, held in memory; AWS advises multipart above 100 MB
+    put_if_absent=base.PutIfAbsent.UNKNOWN,
+    pack_bytes=64 * MIB,
     part_bytes=64 * MIB,
     read_gap_bytes=1 * MIB,  # a request's latency of 20-50 ms at 50 MB/s a connection
-    read_bytes_max=16 * MIB,  # AWS's performance guide: ranges of 8-16 MB
-    concurrency=16,
+    read_bytes_max=8 * MIB,  # AWS's performance guide: ranges of 8-16 MB
+    concurrency=limits.REQUESTS_AT_ONCE_MAX,
     scatter_read=False,
     lookup_lag_s=0.0,  # strongly consistent, listings too; S3 since December 2020
 )
-"""Properties of S3 and of GCS."""
+"""Properties of S3, GCS and Azure."""
 
 CheckRange = Callable[[str, int | None], None]
 """Takes an answer's ``Content-Range`` and its length, if known; raises to refuse its body."""
@@ -68,7 +57,7 @@ class BucketLocation:
 
     def object_name(self, key: str) -> str:
         """Return the object name of `key` within the bucket."""
-        return self.prefix + check_key(key)
+        return self.prefix + base.check_key(key)
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
@@ -84,18 +73,18 @@ def parse_bucket_url(url: str) -> BucketLocation:
     bucket, _, path = rest.partition("/")
     if "@" in bucket or ":" in bucket:
         msg = f"a {scheme}:// URL with credentials or a port"
-        raise InvalidUrlError(msg, hint="give them as storage options (key=, endpoint_url=)")
+        raise errors.InvalidUrlError(msg, hint="give them as storage options (key=, endpoint_url=)")
     if "?" in rest or "#" in rest:
-        msg = f"a {scheme}:// URL with a query or fragment"
-        raise InvalidUrlError(msg, hint="give settings as storage options")
+        hint = "give settings as options: ckptstore.open(url, requests=16), or --option requests=16"
+        raise errors.InvalidUrlError(f"a URL of {scheme}:// with a query or fragment", hint=hint)
     path = path.rstrip("/")
     if not bucket or "//" in f"/{path}" or ".." in path.split("/"):
         msg = f"not a bucket and a path: {url!r}"
-        raise InvalidUrlError(msg, hint=f"write {scheme}://bucket/path")
+        raise errors.InvalidUrlError(msg, hint=f"write {scheme}://bucket/path")
     return BucketLocation(url=url.rstrip("/"), bucket=bucket, prefix=f"{path}/" if path else "")
 
 
-class BucketBackend(Backend, Generic[C]):
+class BucketBackend(base.Backend, Generic[C]):
     """The objects below one prefix of a bucket. A subclass sends the requests.
 
     Parameters
@@ -106,6 +95,10 @@ class BucketBackend(Backend, Generic[C]):
         Holds the client of each process.
     pack_class
         Storage class of new packs; empty for the bucket's own.
+    requests
+        Most requests on their way at once.
+    copies
+        How often the memory of a part is taken while it is sent: twice by clients that copy it.
     """
 
     def __init__(
@@ -113,27 +106,34 @@ class BucketBackend(Backend, Generic[C]):
         location: BucketLocation,
         client: PerProcess[C],
         *,
-        pack_class: str = "",
+        pack_class: object = None,
+        requests: object = limits.REQUESTS_AT_ONCE_MAX,
+        copies: int = 1,
     ) -> None:
-        self.url = location.url
+        self.url: str = location.url
         self._location = location
         self._client = client
-        self._pack_class = pack_class
+        self._patience = PerProcess(Patience)
+        self._pack_class = check_pack_class(pack_class)
+        self._requests = most = check_requests(requests)
+        self.transfers: PerProcess[Recorder] = PerProcess(Recorder, most)
+        held_bytes = limits.PARTS_HELD_MAX * limits.PART_BYTES // copies
+        self._sender = PerProcess(PartSender, most, held_bytes)
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Return the properties of this storage."""
-        return CAPABILITIES
+        return replace(CAPABILITIES, concurrency=self._requests)
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: base.Buffer) -> None:
         """Write a whole object by one request."""
         self._upload(key, self._body(key, data))
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
+    def put_if_absent(self, key: str, data: base.Buffer) -> None:
         """Create an object by one request with a condition."""
         self._upload(key, self._body(key, data), conditional=True)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
         """Fill `buffers` from one ranged GET."""
         wanted = wanted_bytes(buffers)
         if not wanted:
@@ -143,37 +143,57 @@ class BucketBackend(Backend, Generic[C]):
         def check(span: str, size: int | None) -> None:
             """Refuse an answer with another range, and one that is too short."""
             if not span.startswith(f"bytes {offset}-"):
-                msg = f"get {key}: the storage ignores ranges"
-                raise StorageError(msg)
+                hint = "use a server that answers range requests: docs/howto/publish.md"
+                raise errors.StorageError(f"get {key}: the storage ignores ranges", hint=hint)
             if size is not None and size < wanted:
-                msg = f"{key} ends before byte {offset + wanted}"
-                raise CorruptObjectError(msg)
+                raise errors.CorruptObjectError(f"{key} ends before byte {offset + wanted}")
 
-        if self._receive(key, f"bytes={offset}-{offset + wanted - 1}", buffers, check):
-            msg = f"get {key}: the answer was cut short"
-            raise TransientStorageError(msg)
+        span = f"bytes={offset}-{offset + wanted - 1}"
+        if self._receive_in_time(key, span, buffers, check):
+            raise errors.TransientStorageError(f"get {key}: the answer was cut short")
 
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+    def _receive_in_time(
+        self, key: str, span: str, buffers: base.Buffers, check: CheckRange
+    ) -> int:
+        """Send one GET; a second one if the answer to the first does not begin for long."""
+        patience = self._patience.get()
+        wait = Wait(patience, patience.limit_s())
+        try:
+            return self._receive(key, span, buffers, check, wait)
+        except errors.TransientStorageError:
+            if not wait.is_over:
+                raise
+        patience.over()
+        self.transfers.get().late()
+        return self._receive(key, span, buffers, check, Wait(patience))
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[base.ObjectInfo]:
         """Yield objects page by page, each page fresh from the storage."""
         root = self._location.prefix
         what, first = f"list {prefix}", root + after if after else ""
         last = token = ""
         while True:
-            items, token = self._page(what, root + check_prefix(prefix), first, token)
+            items, token = self._page(what, root + base.check_prefix(prefix), first, token)
             for name, item in items:
                 key = name[len(root) :]
-                if key <= after or not is_key(key):
+                if key <= after or not base.is_key(key):
                     continue
                 if key <= last:
-                    msg = f"{what}: the storage does not list in order"
-                    raise StorageError(msg)
+                    raise errors.StorageError(f"{what}: the storage does not list in order")
                 last = key
                 yield self._info(key, item)
             if not token:
                 return
 
+    def close(self) -> None:
+        """Wait for parts on their way; close this process's connections, release its buffers."""
+        client: Foreign = self._client.take()
+        for held in (self._sender.take(), client):
+            if held is not None:
+                held.close()
+
     @abstractmethod
-    def _body(self, key: str, data: Buffer) -> Foreign:
+    def _body(self, key: str, data: base.Buffer) -> Foreign:
         """Return an object in the form that :meth:`_upload` takes."""
 
     @abstractmethod
@@ -184,9 +204,13 @@ class BucketBackend(Backend, Generic[C]):
 
     @abstractmethod
     def _receive(
-        self, key: str, span: str, buffers: Sequence[memoryview], check: CheckRange
+        self, key: str, span: str, buffers: base.Buffers, check: CheckRange, wait: Wait
     ) -> int:
-        """Fill `buffers` by a GET of a range; return the number of bytes that are missing."""
+        """Fill `buffers` by a GET of a range; return the number of bytes that are missing.
+
+        `wait` is told when the request is sent and when its answer begins; if that is later than
+        its limit, the request fails with :class:`TransientStorageError`.
+        """
 
     @abstractmethod
     def _page(
@@ -205,26 +229,53 @@ class BucketBackend(Backend, Generic[C]):
         """
 
     @abstractmethod
-    def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
+    def _info(self, key: str, item: Mapping[str, Any]) -> base.ObjectInfo:
         """Return the facts in the storage's record of an object."""
 
     @staticmethod
     @abstractmethod
-    def _translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+    def _translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptStoreError:
         """Return the error of ckptstore's tree for an error of the client."""
 
     def _class_of_new(self, key: str) -> str:
         """Return the storage class in which to write a large object; empty for the bucket's own."""
         return self._pack_class if is_classed(key) else ""
 
-    def _run(self, what: str, work: Callable[[C], T], *, conditional: bool = False) -> T:
-        """Return ``work(client)``, translating the errors that it raises."""
-        try:
-            return work(self._client.get())
-        except CkptStoreError:
-            raise
-        except Exception as error:
-            raise self._translate(error, what, conditional=conditional) from error
+    def _run(
+        self, what: str, work: Callable[[C], T], *, conditional: bool = False, size_bytes: int = 0
+    ) -> T:
+        """Return ``work(client)``, which sends one request; waits until it may be sent.
+
+        Parameters
+        ----------
+        what
+            Name of the request, for errors; those that begin with ``get``, ``list`` or ``stat``
+            count as reads (:mod:`ckptstore.backends.transfers`).
+        size_bytes
+            Bytes that the request moves, for the width of the requests at once.
+
+        Raises
+        ------
+        CkptStoreError
+            For what `work` raises.
+        """
+        recorder = self.transfers.get()
+        width, call = recorder.width, what.partition(" ")[0]
+        with width.request(size_bytes) as passing, recorder.request(call) as sent:
+            try:
+                result = work(self._client.get())
+            except Exception as error:
+                found = error
+                if not isinstance(error, errors.CkptStoreError):
+                    found = self._translate(error, what, conditional=conditional)
+                if isinstance(found, errors.TransientStorageError) and found.slow_down:
+                    width.refused()
+                if found is error:
+                    raise
+                raise found from error
+            whole = len(result) if isinstance(result, bytes) else 0
+            sent["requests_bytes"] = max(size_bytes, passing.moved_bytes, whole)
+            return result
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

@@ -29,8 +29,7 @@ class BufferedWriter(ObjectWriter):
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
         """Append to the memory."""
         if self._body is None:
-            msg = "this writer is finished"
-            raise ValueError(msg)
+            raise ValueError("this writer is finished")
         for part in parts_of(data):
             self._body.write(part)
 

@@ -6,7 +6,8 @@ and its name; it is cut into segments, each sealed with its number and whether i
 that was changed, moved to another name, truncated or extended does not decrypt. Reasons and
 measurements: docs/design/0019-encryption.md.
 
-Sizes reported are those of the plain content. ``store.json`` and ``keys/`` are not encrypted.
+Sizes reported are those of the plain content. ``store.json``, ``keys/`` and the two objects of a
+published store are not encrypted.
 """
 
 from __future__ import annotations
@@ -17,30 +18,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
-from ckptstore import limits
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    ObjectInfo,
-    ObjectWriter,
-    check_key,
-    parts_of,
-)
+from ckptstore import errors, limits
+from ckptstore.backends import base
+from ckptstore.backends.buffers import BufferPool
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.pooled_writer import BufferPool
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.sealing import DataKey, Sealer, salt_of
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    ObjectExistsError,
-    StorageError,
-)
-from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
+from ckptstore.format.keys import CLEAR_KEYS, KEYS_PREFIX
 from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, SegmentLayout
+from ckptstore.prefault import prefault
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +42,7 @@ class _Head:
 
 
 class EncryptedBackend(WrapperBackend):
-    """Encrypts every object but ``store.json`` and those below ``keys/``.
+    """Encrypts every object but those that any reader must be able to read: see ``_is_clear``.
 
     It wraps the retry wrapper, so that a retry sends the same encrypted bytes.
     Pickled, it carries the store's key to the worker that unpickles it.
@@ -72,7 +62,7 @@ class EncryptedBackend(WrapperBackend):
 
     def __init__(
         self,
-        inner: Backend,
+        inner: base.Backend,
         key: DataKey,
         *,
         segment_bytes: int = limits.SEGMENT_BYTES_DEFAULT,
@@ -90,12 +80,12 @@ class EncryptedBackend(WrapperBackend):
         kept = min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT)
         each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
         self._pool = BufferPool(buffer_bytes=each, kept_max=kept, kept_bytes=kept * each)
-        self.read_memory_bytes = limits.ENCRYPTED_READS_MAX * each
+        self.read_memory_bytes: int = limits.ENCRYPTED_READS_MAX * each
         """Encrypted bytes that reads hold at once, at most."""
         # A forked child would inherit turns that are taken.
         self._turns = PerProcess(threading.BoundedSemaphore, limits.ENCRYPTED_READS_MAX)
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: base.Buffer) -> None:
         """Write a whole object; the same content again is no error if the inner put allows it."""
         if _is_clear(key):
             self.inner.put(key, data)
@@ -103,12 +93,12 @@ class EncryptedBackend(WrapperBackend):
         self._heads.pop(key, None)
         try:
             self.inner.put(key, self._sealed(key, data))
-        except ObjectExistsError:
+        except errors.ObjectExistsError:
             # An earlier try of the same call may have come through, under another salt.
             if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
                 raise
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
+    def put_if_absent(self, key: str, data: base.Buffer) -> None:
         """Create an object; the inner backend decides which of several writers is first.
 
         As every wrapper, this raises ObjectExistsError even if this very call took the key and the
@@ -120,7 +110,7 @@ class EncryptedBackend(WrapperBackend):
         self._heads.pop(key, None)
         self.inner.put_if_absent(key, self._sealed(key, data))
 
-    def open_writer(self, key: str) -> ObjectWriter:
+    def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that holds some segments."""
         if _is_clear(key):
             return self.inner.open_writer(key)
@@ -136,17 +126,12 @@ class EncryptedBackend(WrapperBackend):
         data = memoryview(self.inner.get(key, bytes_max=self._layout.sealed_bytes(bytes_max)))
         sealer = self._key.sealer(key, salt_of(data[:HEADER_BYTES], where=key))
         plain = self._layout.check(data.nbytes, where=key)
-        last = self._layout.segments(plain) - 1
-        return b"".join(
-            sealer.open(
-                index,
-                data[self._layout.start(index) : self._layout.start(index + 1)],
-                last=index == last,
-            )
-            for index in range(last + 1)
-        )
+        count = self._layout.segments(plain)
+        starts = [self._layout.start(index) for index in range(count + 1)]
+        spans = enumerate(pairwise(starts), 1)
+        return b"".join(sealer.open(at - 1, data[a:b], last=at == count) for at, (a, b) in spans)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
         """Fill `buffers` from the segments that hold the range."""
         if _is_clear(key):
             self.inner.read_into(key, offset, buffers)
@@ -155,18 +140,18 @@ class EncryptedBackend(WrapperBackend):
         if known is not None:
             try:
                 self._read(key, known, offset, Scatter(buffers))
-            except CorruptObjectError:
+            except errors.CorruptObjectError:
                 # A repair may have replaced the damaged commit by another object.
                 self._heads.pop(key, None)
             else:
                 return
         self._read(key, None, offset, Scatter(buffers))
 
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[base.ObjectInfo]:
         """Yield objects with the sizes of their plain content."""
         return map(self._without, self.inner.list(prefix, after=after))
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return the size of the plain content, and the time, of one object."""
         return self._without(self.inner.stat(key))
 
@@ -185,7 +170,7 @@ class EncryptedBackend(WrapperBackend):
         salt = bytes.fromhex(self._environment.random_hex(SALT_BYTES))
         return self._key.sealer(key, salt)
 
-    def _sealed(self, key: str, data: Buffer) -> bytes:
+    def _sealed(self, key: str, data: base.Buffer) -> bytes:
         sealer = self._new_sealer(key)
         view = memoryview(data).cast("B")
         size = self._layout.segment_bytes
@@ -196,7 +181,7 @@ class EncryptedBackend(WrapperBackend):
         )
         return b"".join((sealer.header, *parts))
 
-    def _without(self, info: ObjectInfo) -> ObjectInfo:
+    def _without(self, info: base.ObjectInfo) -> base.ObjectInfo:
         if _is_clear(info.key):
             return info
         return replace(info, size_bytes=self._layout.plain_bytes(info.size_bytes))
@@ -209,8 +194,7 @@ class EncryptedBackend(WrapperBackend):
         )
         end = offset + out.left
         if end > plain:
-            msg = f"{key} ends at byte {plain}, before byte {end}"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(f"{key} ends at byte {plain}, before byte {end}")
         if head is None:
             head = self._first(key, plain, offset, out)
         while out.left:
@@ -268,8 +252,10 @@ class EncryptedBackend(WrapperBackend):
                 return
             buffer = self._pool.take()
             buffer.touched = max(buffer.touched, size)
+            memory = memoryview(buffer.memory)[:size]
+            prefault(memory)
             try:
-                yield memoryview(buffer.memory)[:size]
+                yield memory
             finally:
                 self._pool.give(buffer)
 
@@ -280,11 +266,11 @@ class EncryptedBackend(WrapperBackend):
 
 def _is_clear(key: str) -> bool:
     """Return whether an object is stored unencrypted; checks every key that may name one."""
-    check_key(key)
-    return key == STORE_KEY or key.startswith(KEYS_PREFIX)
+    base.check_key(key)
+    return key in CLEAR_KEYS or key.startswith(KEYS_PREFIX)
 
 
-class EncryptedWriter(ObjectWriter):
+class EncryptedWriter(base.ObjectWriter):
     """Seals segments as they become full, and passes them on a few at a time.
 
     The last segment is sealed as such, so a full one waits for the bytes after it. Each segment is
@@ -292,27 +278,26 @@ class EncryptedWriter(ObjectWriter):
     object that its parent began, since both would seal different bytes under one nonce.
     """
 
-    def __init__(self, inner: ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
+    def __init__(self, inner: base.ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
         self._inner = inner
         self._sealer = sealer
         self._segment_bytes = segment_bytes
         self._pid = os.getpid()
         self._held = bytearray()
         """At most a segment, which may be the last."""
-        self._ready: list[Buffer] = [sealer.header]
+        self._ready: list[base.Buffer] = [sealer.header]
         """Sealed, and not yet handed on."""
         self._index = 0
         self._sealed_last = False
         self._incomplete = False
         """Something that was sealed may not have got to the storage."""
 
-    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+    def write(self, data: base.Buffer | Sequence[base.Buffer]) -> None:
         """Append; passes on the segments that become full."""
         self._check()
         if self._sealed_last:
-            msg = "this writer is finished"
-            raise ValueError(msg)
-        for part in parts_of(data):
+            raise ValueError("this writer is finished")
+        for part in base.parts_of(data):
             self._append(memoryview(part).cast("B"))
 
     def commit(self) -> None:
@@ -346,7 +331,7 @@ class EncryptedWriter(ObjectWriter):
             self._held += data[:count]
             data = data[count:]
 
-    def _seal(self, data: Buffer) -> None:
+    def _seal(self, data: base.Buffer) -> None:
         self._ready.append(self._sealer.seal(self._index, data, last=False))
         self._index += 1
         if len(self._ready) >= limits.SEGMENTS_PER_WRITE:
@@ -361,7 +346,7 @@ class EncryptedWriter(ObjectWriter):
     def _check(self) -> None:
         if self._incomplete:
             msg = f"a part of {self._sealer.key} could not be written"
-            raise StorageError(msg, hint="write the object again from its beginning")
+            raise errors.StorageError(msg, hint="write the object again from its beginning")
         if os.getpid() != self._pid:
             msg = f"{self._sealer.key} was begun in another process; only that one can continue it"
-            raise InvalidInputError(msg, hint="open a writer after the fork")
+            raise errors.InvalidInputError(msg, hint="open a writer after the fork")

@@ -6,9 +6,12 @@ may be shared only where the probe has shown that put-if-absent holds.
 
 from __future__ import annotations
 
+import errno
+import inspect
+import queue
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, TypeVar
@@ -16,55 +19,39 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import fsspec.core
-from fsspec.asyn import AsyncFileSystem
-from fsspec.exceptions import FSTimeoutError
+from fsspec.archive import AbstractArchiveFileSystem
 
-from ckptstore.backends import bucket
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    Capabilities,
-    ObjectInfo,
-    ObjectWriter,
-    check_key,
-    check_prefix,
-    is_key,
-)
+from ckptstore import errors
+from ckptstore.backends import base, bucket
 from ckptstore.backends.buffered_writer import BufferedWriter
-from ckptstore.backends.httperrors import error_for_answer, error_for_silence
-from ckptstore.backends.oserrors import translate as translate_os
+from ckptstore.backends.fsspec_errors import is_absent, is_answer, number_of, translate
+from ckptstore.backends.fsspec_servers import system_of
+from ckptstore.backends.fsspec_systems import System
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.posix_walk import TEMP, WITH_TEMPS
 from ckptstore.backends.scatter import Scatter, wanted_bytes
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    InvalidUrlError,
-    MissingDependencyError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 
 T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""
+Info = Mapping[str, Any]
+"""An entry of a folder, as fsspec describes it."""
 
 # As of an object store: pipe_file takes an object whole.
-CAPABILITIES: Final = replace(bucket.CAPABILITIES, concurrency=8, lookup_lag_s=10.0)
+CAPABILITIES: Final = replace(bucket.CAPABILITIES, concurrency=8)
 
 # Separators of the parts of a connection string or of a query.
 _PARTS: Final = re.compile(r"[;&\s]")
 _SECRET_CHARS_MIN: Final = 4
 _SAID_CHARS_MAX: Final = 300
+_CACHES: Final = frozenset({"blockcache", "cached", "filecache", "simplecache"})
+_HINT_LISTING: Final = "copy the store to a folder or a bucket, and open it there"
 # Names under which file systems report the modification time in ``info``.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
-class FsspecBackend(Backend):
+class FsspecBackend(base.Backend):
     """The files below one path of an fsspec file system.
 
     Parameters
@@ -73,43 +60,59 @@ class FsspecBackend(Backend):
         As fsspec takes it; shown to users without credentials.
     options
         For the file system.
+    system
+        Handling of its class.
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, object], *, environment: Environment = SYSTEM
+        self,
+        url: str,
+        options: Mapping[str, object],
+        system: System,
+        *,
+        environment: Environment = SYSTEM,
     ) -> None:
-        self.url = without_credentials(url)
+        self.url: str = without_credentials(url)
         self.name = "fsspec"
-        self._client = PerProcess(_ClientFactory(url, dict(options)))
+        self._chained = "::" in url
+        self._system = system
+        self._make = _ClientFactory(url, dict(options), system)
+        self._client = PerProcess(Lender, self._make, system)
         self._environment = environment
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Return the least that any file system offers."""
-        return CAPABILITIES
+        system = self._system
+        concurrency = system.connections or CAPABILITIES.concurrency
+        return replace(
+            CAPABILITIES,
+            concurrency=concurrency,
+            lookup_lag_s=system.lookup_lag_s,
+            read_only=self._chained,
+        )
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: base.Buffer) -> None:
         """Write a whole object."""
-        self._pipe(check_key(key), bytes(data))
+        self._pipe(base.check_key(key), bytes(data))
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object by ``pipe_file(mode="create")``, which some file systems ignore."""
-        self._pipe(check_key(key), bytes(data), conditional=True)
+    def put_if_absent(self, key: str, data: base.Buffer) -> None:
+        """Create an object as far as the file system can; see :mod:`fsspec_systems`."""
+        self._pipe(base.check_key(key), bytes(data), conditional=True)
 
-    def open_writer(self, key: str) -> ObjectWriter:
+    def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that collects the object in memory."""
-        check_key(key)
+        base.check_key(key)
         return BufferedWriter(lambda body: self._pipe(key, body.getvalue()))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object, requesting one byte more than is allowed."""
         data = self._cat(key, 0, bytes_max + 1)
         if len(data) > bytes_max:
-            msg = f"{key} has more than the {bytes_max} bytes allowed"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(f"{key} has more than the {bytes_max} bytes allowed")
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
         """Fill `buffers` from one ranged read."""
         wanted = wanted_bytes(buffers)
         if not wanted:
@@ -117,38 +120,64 @@ class FsspecBackend(Backend):
             return
         data = self._cat(key, offset, offset + wanted)
         if len(data) < wanted:
-            msg = f"{key} ends before byte {offset + wanted}"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(f"{key} ends before byte {offset + wanted}")
         Scatter(buffers).feed(data)
 
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects in order; the whole folder of `prefix` is listed first."""
-        folder = check_prefix(prefix).rpartition("/")[0]
+    def list(self, prefix: str, *, after: str = "") -> Iterator[base.ObjectInfo]:
+        """Yield objects in order; lists each folder when the listing reaches it, and no other."""
+        folder, mark, _ = base.check_prefix(prefix).rpartition("/")
+        for key, info in self._walk(folder + mark, prefix, after):
+            yield self._info(key, info)
 
-        def find(fs: Foreign, root: str) -> dict[str, dict[str, object]]:
-            """Return the entries of the folder, by key, bypassing caches."""
-            top = f"{root}/{folder}".rstrip("/")
-            fs.invalidate_cache()
-            skip = len(root.strip("/"))
-            return {
-                path.strip("/")[skip:].strip("/"): info
-                for path, info in _files(fs, top).items()
-                if info.get("type") == "file"
-            }
+    def _walk(self, above: str, prefix: str, after: str) -> Iterator[tuple[str, Info]]:
+        for name, info in sorted(self._entries(above).items()):
+            key = above + name
+            if not base.is_key(name.rstrip("/")):
+                continue
+            if not name.endswith("/"):
+                if key > after and key.startswith(prefix) and base.is_key(key):
+                    yield key, info
+            # All keys below a folder begin with `key`: skip it when none can qualify.
+            elif (key.startswith(prefix) or prefix.startswith(key)) and (
+                after < key or after.startswith(key)
+            ):
+                yield from self._walk(key, prefix, after)
 
-        infos = self._run(f"list {prefix}", find)
-        for key in sorted(infos):
-            if key.startswith(prefix) and key > after and is_key(key):
-                yield self._info(key, infos[key])
+    def _entries(self, above: str) -> dict[str, Info]:
+        """Return files and folders of one folder by name; the names of folders end in ``/``."""
 
-    def stat(self, key: str) -> ObjectInfo:
+        def ls(fs: Foreign, root: str) -> dict[str, Info]:
+            """List, bypassing caches. A file is listed as itself by some file systems."""
+            folder = f"{root}{above}".rstrip("/")
+            found: dict[str, Info] = {}
+            itself = False
+            try:
+                listed = self._system.ls(fs, folder)
+            except Exception as error:
+                if not is_absent(error):
+                    raise
+                return found
+            for info in listed:
+                path = str(info["name"]).rstrip("/")
+                kind, name = info.get("type"), path.rpartition("/")[2]
+                if path.lstrip("/") != folder.lstrip("/") and kind in {"file", "directory"}:
+                    found[name if kind == "file" else f"{name}/"] = info
+                elif kind == "directory":
+                    itself = True
+            if itself and not found:  # it holds nothing, or the file system took it for a file
+                msg = f"the file system lists nothing in {folder} but the folder itself"
+                raise errors.StorageError(msg, hint=_HINT_LISTING)
+            return found
+
+        return self._run(f"list {above}", ls)
+
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object, bypassing caches."""
-        check_key(key)
+        base.check_key(key)
 
-        def info(fs: Foreign, root: str) -> dict[str, object]:
+        def info(fs: Foreign, root: str) -> Info:
             """Return the storage's record of the object, bypassing caches."""
-            fs.invalidate_cache()
-            found: dict[str, object] = fs.info(f"{root}/{key}")
+            found = self._system.info(fs, f"{root}{key}")
             if found.get("type") != "file":
                 raise FileNotFoundError(key)
             return found
@@ -157,39 +186,78 @@ class FsspecBackend(Backend):
 
     def delete(self, key: str) -> None:
         """Remove one object."""
-        check_key(key)
+        base.check_key(key)
+        self._check_writable()
+        self._remove(key)
 
+    def _remove(self, name: str) -> None:
         def remove(fs: Foreign, root: str) -> None:
-            with suppress(FileNotFoundError):
-                fs.rm_file(f"{root}/{key}")
+            """Remove a file that may be absent."""
+            path = f"{root}{name}"
+            try:
+                fs.rm_file(path)
+            except Exception as error:
+                unclear = number_of(error) is None
+                if not is_absent(error) and not (unclear and not self._is_file(fs, path)):
+                    raise
 
-        self._run(f"delete {key}", remove)
+        self._run(f"delete {name}", remove)
+
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> base.Leftovers:
+        """Remove temporary files; none are left where a write is one request."""
+        count = size = 0
+        waiting = ["", *(f"{name}/" for name in WITH_TEMPS)] if self._system.keeps_temps else []
+        for above in waiting:
+            for name, info in self._entries(above).items():
+                if above and name.endswith("/") and base.is_key(name[:-1]):
+                    waiting.append(above + name)
+                elif TEMP.match(name) and self._modified_at(info) < modified_before:
+                    count, size = count + 1, size + self._info(above + name, info).size_bytes
+                    if not dry_run:
+                        self._remove(above + name)
+        return base.Leftovers(count=count, size_bytes=size)
 
     def close(self) -> None:
-        """Release this process's file system object."""
-        self._client.take()
+        """Release this process's file system objects."""
+        if (lender := self._client.take()) is not None:
+            lender.close()
 
     def _cat(self, key: str, start: int, end: int) -> bytes:
-        check_key(key)
+        base.check_key(key)
 
         def cat(fs: Foreign, root: str) -> bytes:
-            return bytes(fs.cat_file(f"{root}/{key}", start=start, end=end))
+            path = f"{root}{key}"
+            try:
+                return self._system.read(fs, path, start, end)
+            except Exception as error:
+                if number_of(error) is None and not self._is_file(fs, path):
+                    raise FileNotFoundError(path) from error  # servers do not say why
+                raise
 
         return self._run(f"get {key}", cat)
 
+    def _is_file(self, fs: Foreign, path: str) -> bool:
+        try:
+            return self._system.info(fs, path).get("type") == "file"
+        except Exception as error:
+            if is_absent(error):
+                return False
+            raise
+
     def _pipe(self, key: str, data: bytes, *, conditional: bool = False) -> None:
-        mode = {"mode": "create"} if conditional else {}
+        temp = f"{key.rpartition('/')[0]}/.tmp-{self._environment.random_hex(16)}".lstrip("/")
 
         def pipe(fs: Foreign, root: str) -> None:
             """Write the whole object, and make its folders."""
-            path = f"{root}/{key}"
-            try:
-                fs.pipe_file(path, data, **mode)
-            except FileNotFoundError:  # file systems with real folders need them made first
-                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-                fs.pipe_file(path, data, **mode)
+            path = f"{root}{key}"
+            self._system.write(fs, path, data, f"{root}{temp}", conditional=conditional)
 
+        self._check_writable()
         self._run(f"put {key}", pipe, writing=True, conditional=conditional)
+
+    def _check_writable(self) -> None:
+        if self._chained:
+            raise base.read_only_error(self.url)
 
     def _run(
         self,
@@ -199,27 +267,32 @@ class FsspecBackend(Backend):
         writing: bool = False,
         conditional: bool = False,
     ) -> T:
-        """Return ``call(fs, root)``, translating the errors that it raises."""
+        """Return ``call(fs, root)``, bypassing caches and translating the errors that it raises."""
         opened = False
         try:
-            fs, root = self._client.get()
-            opened = True
-            return call(fs, root)
-        except CkptStoreError:
+            with self._client.get().lent() as (fs, root):
+                opened = True
+                fs.invalidate_cache()
+                return call(fs, root)
+        except errors.CkptStoreError:
             raise
         except Exception as error:
             if not opened:  # a file system may connect when it is made
                 what, writing, conditional = f"open {self.url}", True, False
-            raise translate(error, what, writing=writing, conditional=conditional) from error
+            said = self._make.without_secrets
+            raise translate(
+                error, what, writing=writing, conditional=conditional, said=said
+            ) from error
 
-    def _info(self, key: str, info: Mapping[str, object]) -> ObjectInfo:
+    def _info(self, key: str, info: Info) -> base.ObjectInfo:
         size = info.get("size")
         if not isinstance(size, int):
             msg = f"{key}: the file system does not tell its size"
-            raise StorageError(msg)
-        return ObjectInfo(key=key, size_bytes=size, modified_at=self._modified_at(info))
+            hint = f"{_HINT_LISTING}; a web server by its https:// URL"
+            raise errors.StorageError(msg, hint=hint)
+        return base.ObjectInfo(key=key, size_bytes=size, modified_at=self._modified_at(info))
 
-    def _modified_at(self, info: Mapping[str, object]) -> float:
+    def _modified_at(self, info: Info) -> float:
         for name in _TIMES:
             value = info.get(name)
             if isinstance(value, str):
@@ -236,18 +309,70 @@ class FsspecBackend(Backend):
         return f"FsspecBackend({self.url!r})"
 
 
+class Lender:
+    """File system objects of one process: one for all threads, or several for one thread each.
+
+    Few file systems connect again by themselves, and a session may be left in the middle of an
+    answer: after a failure that is no answer of the server the object is replaced.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Foreign, str]], system: System) -> None:
+        self._make = make
+        self._system = system
+        self._idle: queue.LifoQueue[tuple[Foreign, str] | None] = queue.LifoQueue()
+        for _ in range(system.connections or 1):
+            self._idle.put(None)
+
+    @contextmanager
+    def lent(self) -> Iterator[tuple[Foreign, str]]:
+        """Lend an object; waits for one where all are in use."""
+        shared = not self._system.connections
+        held = self._idle.get()
+        try:
+            held = lent = held or self._make()
+        finally:
+            if shared or held is None:
+                self._idle.put(held)
+        try:
+            yield lent
+        except Exception as error:
+            lost = self._system.lost(lent[0])
+            if lost and shared:
+                with suppress(queue.Empty):  # another thread may be replacing it
+                    found = self._idle.get_nowait()
+                    self._idle.put(None if found is lent else found)
+            if not shared and (lost or not is_answer(error)):
+                self._system.close(lent[0])
+                held = None
+            if lost:
+                raise ConnectionResetError(errno.ECONNRESET, "the connection is gone") from error
+            raise
+        finally:
+            if not shared:
+                self._idle.put(held)
+
+    def close(self) -> None:
+        """Release the objects that no thread uses."""
+        with suppress(queue.Empty):
+            while True:
+                held = self._idle.get_nowait()
+                if held is not None:
+                    self._system.close(held[0])
+
+
 class _ClientFactory:
     """Makes the file system object of one process; picklable.
 
     A class, so that a traceback with local variables shows neither URL nor options.
     """
 
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
+    def __init__(self, url: str, options: dict[str, Any], system: System) -> None:
         self._url = url
         self._options = options
+        self._system = system
 
     def __call__(self) -> tuple[Foreign, str]:
-        """Return the file system object and the root below which the store lies.
+        """Return the file system object and what precedes the store's keys, in its paths.
 
         Raises
         ------
@@ -256,19 +381,31 @@ class _ClientFactory:
         MissingDependencyError
             The file system needs a package that is not installed.
         """
+        options = {**self._system.defaults, **self._options}
         try:
-            fs, root = fsspec.core.url_to_fs(
-                self._url, **self._options, use_listings_cache=False, skip_instance_cache=True
-            )
+            fs, root = fsspec.core.url_to_fs(self._url, **options, skip_instance_cache=True)
         except ImportError as error:
-            raise _not_served(self._url, self._without_secrets(error)) from None
+            raise _not_served(self._url, self.without_secrets(error)) from None
         except (TypeError, ValueError, AttributeError, KeyError) as error:
-            msg = f"{without_credentials(self._url)} does not open: {self._without_secrets(error)}"
-            hint = "check the URL and the storage options; use_listings_cache is given by ckptstore"
-            raise InvalidUrlError(msg, hint=hint) from None
-        return fs, root.rstrip("/")
+            if number_of(error) is not None:  # smbprotocol's word for a refused connection
+                raise
+            msg = f"{without_credentials(self._url)} does not open: {self.without_secrets(error)}"
+            hint = "check the URL and the storage options"
+            raise errors.InvalidUrlError(msg, hint=hint) from None
+        inner = fs
+        while inner is not None:  # those below a chained one too
+            if (cache := getattr(inner, "dircache", None)) is not None:
+                cache.use_listings_cache = False
+            inner = getattr(inner, "fs", None)
+        self._system.opened(fs, root)
+        folder = f"{root.rstrip('/')}/"
+        if isinstance(fs, AbstractArchiveFileSystem):  # whose names begin without a slash
+            folder = folder.lstrip("/")
+            if not (folder and fs.exists(folder)) and fs.isdir(f"./{folder}"):
+                folder = f"./{folder}"  # tar names so what lies in "."
+        return fs, folder
 
-    def _without_secrets(self, error: Exception) -> str:
+    def without_secrets(self, error: Exception) -> str:
         """Return a library's message with the user's values removed."""
         text = str(error)
         parts = urlsplit("x://" + self._url.rpartition("://")[2])
@@ -281,39 +418,10 @@ class _ClientFactory:
         return f"{type(error).__name__}: {text[:_SAID_CHARS_MAX]}"
 
 
-def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
-    """Return the entries below a folder; none if it is absent.
-
-    fsspec's generic ``find`` silently leaves out folders that it could not list: a server that is
-    down would look like an empty folder.
-    """
-    inherited = (fsspec.AbstractFileSystem.find, AsyncFileSystem._find)
-    kind = type(fs)
-    if getattr(kind, "_find", getattr(kind, "find", None)) not in inherited:
-        with suppress(FileNotFoundError):
-            return dict(fs.find(top, detail=True))
-        return {}
-    found: dict[str, dict[str, object]] = {}
-    waiting, seen = [top], {top.strip("/")}
-    while waiting:
-        try:
-            listing = fs.ls(waiting.pop(), detail=True)
-        except FileNotFoundError:
-            continue  # absent, or removed since its folder was listed
-        for info in listing:
-            path = str(info["name"]).rstrip("/")
-            if info.get("type") != "directory":
-                found[path] = info
-            elif path.strip("/") not in seen:
-                seen.add(path.strip("/"))
-                waiting.append(path)
-    return found
-
-
-def _not_served(url: str, said: str) -> MissingDependencyError:
+def _not_served(url: str, said: str) -> errors.MissingDependencyError:
     scheme = url.partition("://")[0].partition("::")[0]
     msg = f"{scheme}:// needs a package that is not installed, or another version of it"
-    return MissingDependencyError(msg, hint=said)
+    return errors.MissingDependencyError(msg, hint=said)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -327,18 +435,6 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _answer(error: BaseException | None) -> tuple[int, str] | None:
-    """Return HTTP status and code of a library's error or of its cause, or None without them."""
-    for found in (error, getattr(error, "__cause__", None)):
-        for holder in (found, getattr(found, "response", None)):
-            for name in ("status_code", "status"):
-                status = getattr(holder, name, None)
-                if isinstance(status, int) and 300 <= status < 600:
-                    code = getattr(found, "error_code", None)
-                    return status, str(getattr(code, "value", code) or "")
-    return None
-
-
 def without_credentials(url: str) -> str:
     """Return `url` without user, password, query and fragment, for display."""
     scheme, mark, rest = url.rpartition("://")
@@ -348,48 +444,33 @@ def without_credentials(url: str) -> str:
     return f"{scheme}{mark}{clean.removeprefix('x://').removeprefix('x:')}"
 
 
-def translate(error: Exception, what: str, *, writing: bool, conditional: bool) -> CkptStoreError:
-    """Return the error of ckptstore's tree for an exception from an fsspec file system."""
-    msg = f"{what}: {type(error).__name__}"
-    if isinstance(error, FileExistsError) and conditional:
-        return ObjectExistsError(msg)
-    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-        return StorageError(msg) if writing else ObjectNotFoundError(msg)
-    if isinstance(error, PermissionError):
-        return StoragePermissionError(msg)
-    if (answer := _answer(error)) is not None:
-        status, code = answer
-        found = error_for_answer(status, code, what, conditional=conditional)
-        if writing and isinstance(found, ObjectNotFoundError):
-            return StorageError(found.message, hint="is there such a bucket, container or host?")
-        return found
-    if conditional and isinstance(error, NotImplementedError | TypeError):
-        return UnsafeBackendError(msg, hint="this file system cannot create a name if absent")
-    if isinstance(error, TimeoutError | FSTimeoutError | ConnectionError | EOFError):
-        return error_for_silence(msg, conditional=conditional)
-    if isinstance(error, OSError) and error.errno is not None:
-        found = translate_os(error, what, writing=writing)
-        ambiguous = conditional and type(found) in {StorageError, TransientStorageError}
-        return error_for_silence(msg, conditional=True) if ambiguous else found
-    return error_for_silence(msg, conditional=True) if conditional else StorageError(msg)
-
-
 def open_fsspec(url: str, **options: object) -> FsspecBackend:
     """Return the backend of any URL that fsspec knows; `options` are the file system's.
 
     Raises
     ------
     InvalidUrlError
-        fsspec knows no such scheme.
+        fsspec knows no such scheme; or it is a cache in front of a web server.
     MissingDependencyError
         fsspec knows it, but the package that serves it is not installed.
     """
     scheme = url.partition("://")[0].partition("::")[0]
+    *caches, last = url.split("::")
+    if caches and _CACHES.issuperset(caches) and last.startswith(("http://", "https://")):
+        plain = without_credentials(last)
+        hint = f"open {plain} itself; to keep what was loaded: ckptstore replicate"
+        raise errors.InvalidUrlError(f"{scheme} cannot list what lies at {plain}", hint=hint)
     try:
-        fsspec.get_filesystem_class(scheme)
+        kind = fsspec.get_filesystem_class(scheme)
     except ValueError as error:
-        msg = f"no backend serves {scheme}://"
-        raise InvalidUrlError(msg, hint="a path, or a URL that fsspec knows") from error
+        hint = "a path, s3://, gs://, az://, https:// or another URL that fsspec knows"
+        raise errors.InvalidUrlError(f"no backend serves {scheme}://", hint=hint) from error
     except (ImportError, AttributeError) as error:
         raise _not_served(url, str(error)) from error
-    return FsspecBackend(url, options)
+    system = system_of(kind)
+    names = inspect.signature(kind.__init__).parameters
+    known = [name for name in names if name not in {"self", "kwargs"}]
+    if system.strict and (unknown := sorted(options.keys() - set(known))):
+        msg = f"{scheme}:// has no option {unknown[0]!r}"
+        raise errors.InvalidUrlError(msg, hint=f"it has {', '.join(known)}")
+    return FsspecBackend(url, options, system)

@@ -7,39 +7,42 @@ ends an upload at the first ``--==0==`` in the data.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 import aiohttp
 import google.auth.exceptions
 from fsspec.asyn import sync
+from fsspec.dircache import DirCache
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.core import GCSFileSystem
 
-from ckptstore import limits
-from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter
+from ckptstore import errors, limits
+from ckptstore.backends.base import Buffer, Buffers, ObjectInfo, ObjectWriter
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
+from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter
-from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState, check_pack_class
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState
 from ckptstore.config import SYSTEM
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-)
 
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
+_CREDENTIALS_HINT: Final = (
+    "run `gcloud auth application-default login`, or give token= a key file; a public bucket is"
+    ' read with token="anon"'
+)
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -66,7 +69,7 @@ class GcsBackend(BucketBackend[Foreign]):
                 data += part
                 if len(data) > bytes_max:
                     msg = f"{key} has more than the {bytes_max} bytes allowed"
-                    raise CorruptObjectError(msg)
+                    raise errors.CorruptObjectError(msg)
             return bytes(data)
 
         data: bytes = self._media(key, fetch)
@@ -90,26 +93,27 @@ class GcsBackend(BucketBackend[Foreign]):
         if fs is not None and fs._session is not None:
             fs.close_session(fs.loop, fs._session)
             fs._session = None
+        super().close()
 
-    def _media(self, key: str, use: Foreign, *, span: str = "") -> Foreign:
+    def _media(
+        self, key: str, use: Foreign, *, span: str = "", size: int = 0, wait: Wait | None = None
+    ) -> Foreign:
         """Return ``use(answer)`` for an object's content, which is never compressed in transit."""
         headers = {"Accept-Encoding": "identity", **({"Range": span} if span else {})}
-        return self._send(
-            f"get {key}", "GET", self._object(key), use, params={"alt": "media"}, headers=headers
-        )
+        path, what = f"{self._object(key)}?alt=media", f"get {key}"
+        return self._send(what, "GET", path, use, size_bytes=size, wait=wait, headers=headers)
 
-    def _receive(
-        self, key: str, span: str, buffers: Sequence[memoryview], check: CheckRange
-    ) -> int:
+    def _receive(self, key: str, span: str, buffers: Buffers, check: CheckRange, wait: Wait) -> int:
         scatter = Scatter(buffers)
 
         async def fetch(answer: Foreign) -> None:
             """Fill the buffers from the body."""
+            wait.begun()
             check(answer.headers.get("Content-Range", ""), answer.content_length)
             while scatter.left and (data := await answer.content.read(limits.STREAM_BYTES)):
                 scatter.feed(data)
 
-        self._media(key, fetch, span=span)
+        self._media(key, fetch, span=span, size=scatter.left, wait=wait)
         return scatter.left
 
     def _page(
@@ -185,6 +189,7 @@ class GcsBackend(BucketBackend[Foreign]):
                 f"/upload{self._objects}",
                 _nothing,
                 conditional=conditional,
+                size_bytes=end,
                 params=query,
                 headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
                 data=body,
@@ -201,6 +206,8 @@ class GcsBackend(BucketBackend[Foreign]):
         *,
         conditional: bool = False,
         absent_ok: bool = False,
+        size_bytes: int = 0,
+        wait: Wait | None = None,
         **request: object,
     ) -> Foreign:
         """Return the result of the coroutine function `use` on the answer to one request."""
@@ -209,14 +216,15 @@ class GcsBackend(BucketBackend[Foreign]):
             """Send the request once, and pass its answer to `use`."""
             await fs._set_session()
             timeout = aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=limits.CONNECT_TIMEOUT_S,
-                sock_read=limits.READ_TIMEOUT_S,
+                total=None, sock_connect=limits.CONNECT_TIMEOUT_S, sock_read=limits.READ_TIMEOUT_S
             )
             request["headers"] = fs._get_headers(request.get("headers"))
             request["params"] = fs._get_params(request.get("params", {}))
             url = fs._location + path
-            async with fs.session.request(method, url, timeout=timeout, **request) as answer:
+            call = fs.session.request(method, url, timeout=timeout, **request)
+            limit_s = wait.sent() if wait else None
+            async with asyncio.timeout(limit_s or None) as head, call as answer:
+                head.reschedule(None)
                 if answer.status < 300:
                     return await use(answer)
                 if answer.status == 404 and absent_ok:
@@ -226,22 +234,24 @@ class GcsBackend(BucketBackend[Foreign]):
                 code = "NoSuchBucket" if missing else await _code(answer)
                 raise error_for_answer(answer.status, code, what, conditional=conditional)
 
-        return self._run(what, lambda fs: sync(fs.loop, send, fs), conditional=conditional)
+        return self._run(
+            what, lambda fs: sync(fs.loop, send, fs), conditional=conditional, size_bytes=size_bytes
+        )
 
     @staticmethod
-    def _translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+    def _translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptStoreError:
         """Return the error of ckptstore's tree for an error of gcsfs, aiohttp or google.auth."""
         if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # fsspec's wrapper of any timeout
         msg = f"{what}: {type(error).__name__}"
         if isinstance(error, google.auth.exceptions.TransportError):
-            return TransientStorageError(msg)
+            return errors.TransientStorageError(msg)
         if isinstance(error, google.auth.exceptions.GoogleAuthError):
-            return StoragePermissionError(msg, hint="no usable credentials were found")
+            return errors.StoragePermissionError(msg, hint=_CREDENTIALS_HINT)
         if isinstance(error, _NOT_SENT):
-            return TransientStorageError(msg)
+            return errors.TransientStorageError(msg)
         if isinstance(error, aiohttp.InvalidURL | TypeError | LookupError | ImportError):
-            return StorageError(msg, hint="check the storage options")
+            return errors.StorageError(msg, hint="check the storage options")
         return error_for_silence(msg, conditional=conditional)
 
 
@@ -252,6 +262,10 @@ def _gcs_client(options: Mapping[str, Any]) -> Foreign:
     its layout by gRPC, and waits for a minute where there is none.
     """
     return GCSFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+
+
+Rewrite = Callable[[str, str, str], Mapping[str, Any]]
+"""Moves an object: its key, the class, and the token that the last answer gave."""
 
 
 class GcsColdStorage:
@@ -268,11 +282,7 @@ class GcsColdStorage:
         Sends one request of a rewrite of a key into a class, with the token of the answer before.
     """
 
-    def __init__(
-        self,
-        stat: Callable[[str], ObjectInfo],
-        rewrite: Callable[[str, str, str], Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, stat: Callable[[str], ObjectInfo], rewrite: Rewrite) -> None:
         self._stat = stat
         self._rewrite = rewrite
 
@@ -299,7 +309,7 @@ class GcsColdStorage:
         after = self.restore_state(key).storage_class
         if after != name:
             msg = f"move {key} to {name}: the object is in {after} afterwards"
-            raise StorageError(msg, hint="does this storage have the class?")
+            raise errors.StorageError(msg, hint="does this storage have the class?")
         return True
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
@@ -311,9 +321,10 @@ def _head(name: str, md5: str, storage_class: str = "") -> bytes:
     """Return the part of an upload before the data; its length does not depend on `md5`."""
     chosen = {"storageClass": storage_class} if storage_class else {}
     meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "="), **chosen})
+    kind = "text/html" if name.endswith(".html") else "application/octet-stream"
     return (
         f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
-        f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        f"--{_BOUNDARY}\r\nContent-Type: {kind}\r\n\r\n"
     ).encode()
 
 
@@ -334,21 +345,47 @@ async def _code(answer: Foreign) -> str:
         return ""
 
 
-def open_gcs(url: str, *, pack_class: object = None, **options: object) -> GcsBackend:
+def _check_options(options: Mapping[str, object]) -> None:
+    """Refuse what gcsfs would take in silence: unknown options, and a missing key file."""
+    known: set[str] = set()
+    for kind in (*GCSFileSystem.__mro__, DirCache):
+        known |= inspect.signature(kind.__init__).parameters.keys()
+    unknown = options.keys() - known
+    if unknown:
+        msg = f"no option is called {min(unknown)!r}"
+        close = get_close_matches(min(unknown), known, 1)
+        hint = f"did you mean {close[0]}=?" if close else "see gcsfs"
+        raise errors.InvalidUrlError(msg, hint=hint)
+    token = options.get("token")
+    if isinstance(token, str) and token.endswith(".json") and not Path(token).exists():
+        msg = "the key file that token= names is not there"
+        raise errors.InvalidUrlError(msg, hint="give the path of an existing file")
+
+
+def open_gcs(
+    url: str,
+    *,
+    pack_class: object = None,
+    requests: object = limits.REQUESTS_AT_ONCE_MAX,
+    **options: object,
+) -> GcsBackend:
     """Return the backend of ``gs://bucket/prefix``; `options` are gcsfs's.
 
     Parameters
     ----------
     pack_class
         Storage class of new packs, such as ``NEARLINE``; other objects are never written in it.
+    requests
+        Most requests on their way at once, of all that is done with the store.
 
     Raises
     ------
     InvalidUrlError
-        If the URL names no bucket, or carries credentials.
+        If the URL names no bucket, or carries credentials; gcsfs has no such option; or `token`
+        names a file that is not there.
     InvalidInputError
-        `pack_class` names no class whose objects can always be read.
+        `pack_class` names no class whose objects can always be read; `requests` is no number.
     """
-    name = check_pack_class(pack_class)
+    _check_options(options)
     client = PerProcess(_gcs_client, options)
-    return GcsBackend(parse_bucket_url(url), client, pack_class=name)
+    return GcsBackend(parse_bucket_url(url), client, pack_class=pack_class, requests=requests)

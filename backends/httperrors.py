@@ -2,39 +2,94 @@
 
 from __future__ import annotations
 
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    ColdObjectError,
-    CorruptObjectError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
+from collections.abc import Mapping
+from typing import Final
+
+from ckptstore import errors
 
 # Refused before the server did any work: busy, or too many requests.
 _BUSY = frozenset({429, 503})
 # The server or a proxy before it failed, perhaps in the middle of the work.
 _BROKEN = frozenset({500, 502, 504})
-_FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull"})
-# What S3 answers with status 400 although trying again helps: a body that came too slowly or was
-# damaged on its way. https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-_PASSING_CODES = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "SlowDown"})
-# Codes of S3 and of Azure.
-_NO_BUCKET_CODES = frozenset({"NoSuchBucket", "ContainerNotFound"})
-_EXISTS_CODES = frozenset({"BlobAlreadyExists"})
-# A GET, and a copy, of an object in an archive class that is not restored; both with status 403.
-_COLD_CODES = frozenset({"InvalidObjectState", "ObjectNotInActiveTierError"})
-_CREDENTIAL_CODES = frozenset(
-    {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
+
+_NO_BUCKET: Final = "create the bucket or container first; ckptstore never does"
+_CREDENTIALS: Final = "check the credentials and the bucket's policy"
+_FULL: Final = "raise the quota, or delete old versions"
+_COLD: Final = "it lies in an archive class: ckptstore thaw restores it"
+_WRONG_KEY: Final = "the credentials are wrong or expired: check key, token, account and clock"
+_NO_KEY: Final = "give credentials: without any, only a public bucket can be used"
+_RIGHTS: Final = "these credentials lack the right: check the bucket's policy"
+_AZURE_RIGHTS: Final = (
+    "these credentials may not do this: give the role Storage Blob Data Contributor (to read:"
+    " Storage Blob Data Reader), or a SAS token with more rights"
 )
+_CODES: Final[Mapping[str, tuple[type[errors.CkptStoreError], str]]] = {
+    code: (kind, hint)
+    for kind, hint, codes in (
+        (errors.StorageError, _NO_BUCKET, "NoSuchBucket ContainerNotFound ContainerBeingDeleted"),
+        # A GET, and a copy, of an object in an archive class that is not restored.
+        (errors.ColdObjectError, _COLD, "InvalidObjectState ObjectNotInActiveTierError"),
+        (errors.ColdObjectError, _COLD, "BlobArchived BlobBeingRehydrated"),
+        (errors.StorageFullError, _FULL, "QuotaExceeded InsufficientCapacity XMinioStorageFull"),
+        (
+            errors.StoragePermissionError,
+            _WRONG_KEY,
+            "ExpiredToken InvalidToken TokenRefreshRequired AuthorizationHeaderMalformed"
+            " InvalidAccessKeyId SignatureDoesNotMatch RequestTimeTooSkewed"
+            " AuthenticationFailed InvalidAuthenticationInfo authError",
+        ),
+        (errors.StoragePermissionError, _RIGHTS, "AccessDenied AllAccessDisabled forbidden"),
+        (errors.StoragePermissionError, _NO_KEY, "required"),
+        (
+            errors.StoragePermissionError,
+            "give credentials: an account key, a SAS token, or an identity",
+            "NoAuthenticationInformation PublicAccessNotPermitted",
+        ),
+        (
+            errors.StoragePermissionError,
+            _AZURE_RIGHTS,
+            "AuthorizationPermissionMismatch AuthorizationServiceMismatch"
+            " AuthorizationResourceTypeMismatch InsufficientAccountPermissions"
+            " UnauthorizedBlobOverwrite",
+        ),
+        (
+            errors.StoragePermissionError,
+            "the credentials are wrong or lack this right, or the account's firewall refuses you",
+            "AuthorizationFailure AuthorizationSourceIPMismatch",
+        ),
+        (
+            errors.StoragePermissionError,
+            "the account allows no keys: take an identity (credential=, az login)",
+            "KeyBasedAuthenticationNotPermitted",
+        ),
+        # Trying again helps: a body that came too slowly or was damaged on its way.
+        # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+        (errors.TransientStorageError, "", "RequestTimeout BadDigest IncompleteBody Md5Mismatch"),
+        # Conflicts that do not pass by themselves, though their status is that of those that do.
+        (
+            errors.StorageError,
+            "somebody else's setting of this object is in the way; see the storage's console",
+            "BlobImmutableDueToPolicy SnapshotsPresent InvalidBlobType",
+        ),
+        (
+            errors.StorageError,
+            "this server is older than the client: give the option api_version, such as 2021-12-02",
+            "InvalidHeaderValue",
+        ),
+    )
+    for code in codes.split()
+}
+"""Meaning of a storage's own code, whatever its status; the codes of S3 and of Azure."""
+# The name is taken: Azure's words for the status 412. The second is for credentials that may
+# create, but not overwrite.
+_EXISTS_CODES = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
+# Not finished in time, and perhaps done all the same.
+_UNCLEAR_CODES = frozenset({"OperationTimedOut"})
 
 
-def error_for_answer(status: int, code: str, what: str, *, conditional: bool) -> CkptStoreError:
+def error_for_answer(
+    status: int, code: str, what: str, *, conditional: bool
+) -> errors.CkptStoreError:
     """Return the error for an answer that is not a success.
 
     Parameters
@@ -49,43 +104,60 @@ def error_for_answer(status: int, code: str, what: str, *, conditional: bool) ->
         Whether the request was to create a name only if it is absent.
     """
     msg = f"{what}: HTTP {status} {code}".rstrip()
-    if code in _NO_BUCKET_CODES:
-        return StorageError(msg, hint="create the bucket first; ckptstore never does")
     if code in _EXISTS_CODES and conditional:
-        return ObjectExistsError(msg)
-    if code in _COLD_CODES:
-        return ColdObjectError(msg, hint="it lies in an archive class: ckptstore thaw restores it")
-    if status == 507 or code in _FULL_CODES:
-        return StorageFullError(msg, hint="raise the quota, or delete old versions")
-    if code in _CREDENTIAL_CODES or status in {401, 403}:
-        return StoragePermissionError(msg, hint="check the credentials and the bucket's policy")
-    if status in _BUSY or code in _PASSING_CODES:
-        return TransientStorageError(msg)
+        return errors.ObjectExistsError(msg)
+    if code in _UNCLEAR_CODES:
+        return error_for_silence(msg, conditional=conditional)
+    if status in _BUSY or code == "SlowDown":
+        busy = errors.TransientStorageError(msg)
+        busy.slow_down = True
+        return busy
+    if code in _CODES:
+        kind, hint = _CODES[code]
+        return kind(msg, hint=hint)
+    if status == 507:
+        return errors.StorageFullError(msg, hint=_FULL)
+    if status in {401, 403}:
+        return errors.StoragePermissionError(msg, hint=_CREDENTIALS)
     if status in _BROKEN or status == 408:
         return error_for_silence(msg, conditional=conditional)
     return _error_for_refusal(status, msg, conditional=conditional)
 
 
-def _error_for_refusal(status: int, msg: str, *, conditional: bool) -> CkptStoreError:
+def _error_for_refusal(status: int, msg: str, *, conditional: bool) -> errors.CkptStoreError:
     if status == 404:
-        return ObjectNotFoundError(msg)
+        return errors.ObjectNotFoundError(msg)
     if status == 412 and conditional:
-        return ObjectExistsError(msg)
+        return errors.ObjectExistsError(msg)
     if status == 409:  # S3's ConditionalRequestConflict: another create is under way
-        return TransientStorageError(msg)
+        return errors.TransientStorageError(msg)
     if status == 416:
-        return CorruptObjectError(f"{msg}: the object ends before the range that was asked for")
+        msg = f"{msg}: the object ends before the range that was asked for"
+        return errors.CorruptObjectError(msg)
     if status == 501 and conditional:
-        return UnsafeBackendError(
-            msg, hint="this storage cannot create a name only if it is absent"
-        )
+        hint = "this storage cannot create a name only if it is absent"
+        return errors.UnsafeBackendError(msg, hint=hint)
     if status in {301, 307, 308}:
-        return StorageError(msg, hint="the bucket is in another region, or at another endpoint")
-    return StorageError(msg)
+        hint = "the bucket is in another region, or at another endpoint"
+        return errors.StorageError(msg, hint=hint)
+    return errors.StorageError(msg)
 
 
-def error_for_silence(msg: str, *, conditional: bool) -> CkptStoreError:
+def error_for_silence(msg: str, *, conditional: bool) -> errors.CkptStoreError:
     """Return the error for a request that was sent and got no valid answer."""
     if conditional:
-        return AmbiguousWriteError(msg, hint="read the object back to see whether it was written")
-    return TransientStorageError(msg)
+        hint = "read the object back to see whether it was written"
+        return errors.AmbiguousWriteError(msg, hint=hint)
+    return errors.TransientStorageError(msg)
+
+
+def answer_of(error: BaseException | None) -> tuple[int, str] | None:
+    """Return HTTP status and code of a library's error or of its cause, or None without them."""
+    for found in (error, getattr(error, "__cause__", None)):
+        for holder in (found, getattr(found, "response", None)):
+            for name in ("status_code", "status"):
+                status = getattr(holder, name, None)
+                if isinstance(status, int) and 300 <= status < 600:
+                    code = getattr(found, "error_code", None)
+                    return status, str(getattr(code, "value", code) or "")
+    return None

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ckptstore import limits
-from ckptstore.backends.posix_publish import sync_folder
+from ckptstore.backends.posix_publish import NEW_FILE, sync_folder
 from ckptstore.backends.sealing import KEY_BYTES, UserKey
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import EncryptionKeyError
@@ -61,8 +61,7 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
     source, _, rest = key.partition(":") if is_key_spec(key) else ("", "", "")
     if not rest:
         # The text itself may be a key, given where its spec belongs.
-        msg = "the text given as a key is not the place of one"
-        raise EncryptionKeyError(msg, hint=KEY_HINT)
+        raise EncryptionKeyError("the text given as a key is not the place of one", hint=KEY_HINT)
     if source == "file":
         return UserKey(_parse(_from_file(rest), key))
     if source == "env":
@@ -103,7 +102,7 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
     material = secrets.token_bytes(KEY_BYTES)
     made = False
     try:
-        descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(where, NEW_FILE, 0o600)
         made = True
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o600)  # regardless of the umask
@@ -208,8 +207,7 @@ def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
     stripped = data.strip()
     if len(data) > limits.KEY_TEXT_BYTES_MAX or not stripped:
         what = "empty" if not stripped else "too long"
-        msg = f"{where}: the key is {what}"
-        raise EncryptionKeyError(msg, hint=f"a key is {_FORMS}")
+        raise EncryptionKeyError(f"{where}: the key is {what}", hint=f"a key is {_FORMS}")
     if len(data) == KEY_BYTES and not text and not _PRINTABLE.issuperset(stripped):
         return data
     for decode in (binascii.unhexlify, _base64):
@@ -219,9 +217,8 @@ def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
             continue
         if len(found) == KEY_BYTES:
             return found
-    msg = f"{where}: the content is no key"
     hint = f"a key is {_FORMS}; a passphrase is none. ckptstore key new FILE makes one"
-    raise EncryptionKeyError(msg, hint=hint)
+    raise EncryptionKeyError(f"{where}: the content is no key", hint=hint)
 
 
 def _base64(text: bytes) -> bytes:

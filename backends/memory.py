@@ -5,31 +5,17 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    Capabilities,
-    ObjectInfo,
-    ObjectWriter,
-    PutIfAbsent,
-    check_key,
-    check_prefix,
-)
+from ckptstore import errors
+from ckptstore.backends import base
 from ckptstore.backends.buffered_writer import BufferedWriter
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidUrlError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-)
 from ckptstore.limits import MIB
 
-CAPABILITIES = Capabilities(
-    put_if_absent=PutIfAbsent.ATOMIC,
+CAPABILITIES = base.Capabilities(
+    put_if_absent=base.PutIfAbsent.ATOMIC,
     pack_bytes=64 * MIB,
     part_bytes=64 * MIB,
     read_gap_bytes=0,
@@ -60,8 +46,7 @@ class _Space:
             if key not in self.objects:
                 insort(self.keys, key)
             elif absent:
-                msg = f"{key} exists"
-                raise ObjectExistsError(msg)
+                raise errors.ObjectExistsError(f"{key} exists")
             self.objects[key] = item
 
     def item(self, key: str) -> _Object:
@@ -69,8 +54,7 @@ class _Space:
         with self.lock:
             found = self.objects.get(key)
         if found is None:
-            msg = f"{key} is not there"
-            raise ObjectNotFoundError(msg)
+            raise errors.ObjectNotFoundError(f"{key} is not there")
         return found
 
     def drop(self, key: str) -> None:
@@ -79,7 +63,7 @@ class _Space:
             if self.objects.pop(key, None) is not None:
                 del self.keys[bisect_left(self.keys, key)]
 
-    def infos(self, prefix: str, after: str) -> list[ObjectInfo]:
+    def infos(self, prefix: str, after: str) -> list[base.ObjectInfo]:
         """Return the listing at this moment."""
         with self.lock:
             first = max(bisect_left(self.keys, prefix), bisect_right(self.keys, after))
@@ -88,8 +72,8 @@ class _Space:
             return [_info(key, self.objects[key]) for key in self.keys[first:end]]
 
 
-def _info(key: str, item: _Object) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=len(item.data), modified_at=item.modified_at)
+def _info(key: str, item: _Object) -> base.ObjectInfo:
+    return base.ObjectInfo(key=key, size_bytes=len(item.data), modified_at=item.modified_at)
 
 
 _spaces: dict[str, _Space] = {}
@@ -105,67 +89,65 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
-class MemoryBackend(Backend):
+class MemoryBackend(base.Backend):
     """One named space of objects; all instances of one name in a process share it.
 
     A forked child has a copy from the moment of the fork; a spawned one starts empty.
     """
 
     def __init__(self, name: str, *, environment: Environment = SYSTEM) -> None:
-        self.url = f"memory://{name}"
+        self.url: str = f"memory://{name}"
         self.name = "memory"
         self._space_name = name
         self._environment = environment
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Return the properties of memory."""
         return CAPABILITIES
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: base.Buffer) -> None:
         """Write a whole object."""
-        self._space.store(check_key(key), self._object(data))
+        self._space.store(base.check_key(key), self._object(data))
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
+    def put_if_absent(self, key: str, data: base.Buffer) -> None:
         """Create an object under the lock of the space."""
-        self._space.store(check_key(key), self._object(data), absent=True)
+        self._space.store(base.check_key(key), self._object(data), absent=True)
 
-    def open_writer(self, key: str) -> ObjectWriter:
+    def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that collects in memory and stores on commit."""
-        check_key(key)
+        base.check_key(key)
         return BufferedWriter(lambda body: self.put(key, body.getvalue()))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
-        data = self._space.item(check_key(key)).data
-        if len(data) > bytes_max:
-            msg = f"{key} has {len(data)} bytes, more than the {bytes_max} allowed"
-            raise CorruptObjectError(msg)
+        data = self._space.item(base.check_key(key)).data
+        base.check_size(key, len(data), bytes_max)
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
         """Copy a range into `buffers`."""
-        data = memoryview(self._space.item(check_key(key)).data)
+        data = memoryview(self._space.item(base.check_key(key)).data)
         for buffer in buffers:
             part = data[offset : offset + len(buffer)]
             if len(part) < len(buffer):
                 msg = f"{key} ends at byte {len(data)}, before byte {offset + len(buffer)}"
-                raise CorruptObjectError(msg)
+                raise errors.CorruptObjectError(msg)
             buffer[:] = part
             offset += len(buffer)
 
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[base.ObjectInfo]:
         """Yield the objects as they were when the call began."""
-        check_prefix(prefix)
+        base.check_prefix(prefix)
         yield from self._space.infos(prefix, after)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
-        return _info(key, self._space.item(check_key(key)))
+        return _info(key, self._space.item(base.check_key(key)))
 
     def delete(self, key: str) -> None:
         """Remove one object."""
-        self._space.drop(check_key(key))
+        self._space.drop(base.check_key(key))
 
     def close(self) -> None:
         """Do nothing: the objects live as long as the process."""
@@ -179,7 +161,7 @@ class MemoryBackend(Backend):
         """The space's own dictionary, not a copy: for tests that bypass the methods."""
         return self._space.objects
 
-    def _object(self, data: Buffer) -> _Object:
+    def _object(self, data: base.Buffer) -> _Object:
         return _Object(bytes(data), self._environment.now_ms() / 1000)
 
     def __repr__(self) -> str:
@@ -196,9 +178,9 @@ def open_memory(url: str, **options: object) -> MemoryBackend:
     """
     if options:
         msg = f"memory takes no storage options, but got {', '.join(sorted(options))}"
-        raise InvalidUrlError(msg)
+        raise errors.InvalidUrlError(msg)
     name = url.partition("://")[2].strip("/")
     if not name:
         msg = f"a memory store needs a name: {url!r}"
-        raise InvalidUrlError(msg, hint="write memory://some-name")
+        raise errors.InvalidUrlError(msg, hint="write memory://some-name")
     return MemoryBackend(name)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidKeyError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    StoragePermissionError,
-    TransientStorageError,
-)
+from ckptstore import errors
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """There is no such object: no name, a parent that is a file, or a symbolic link."""
@@ -29,9 +21,13 @@ _BROKEN_CONNECTION = frozenset(
 _BUSY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _TABLE_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TRANSIENT = _LOST_SERVER | _NO_ROUTE | _BROKEN_CONNECTION | _BUSY | _TABLE_FULL
+_HINT_FULL = (
+    "free space or raise the quota; or delete versions (ckptstore rm, ckptstore retain), then free "
+    "their space: ckptstore gc, and once more after its grace (--grace 0s: at once)"
+)
 
 
-def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreError:
+def translate(error: OSError, what: str, *, writing: bool = False) -> errors.CkptStoreError:
     """Return the error of ckptstore's tree for `error`, raised while doing `what`.
 
     A missing name is a missing object, except when `writing`: then it is a folder that another
@@ -40,23 +36,25 @@ def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreE
     ``EEXIST`` is left to the caller: its meaning depends on the call. An error of ckptstore's tree
     (its storage errors are ``OSError`` too) is returned unchanged.
     """
-    if isinstance(error, CkptStoreError):
+    if isinstance(error, errors.CkptStoreError):
         return error
     number = error.errno
     name = errno.errorcode.get(number or 0, type(error).__name__)
     msg = f"{what}: {name}" if number is None else f"{what}: {name} ({error.strerror})"
     if number in ABSENT and not writing:
-        return ObjectNotFoundError(msg)
+        return errors.ObjectNotFoundError(msg)
     if number == errno.ENAMETOOLONG:
-        return InvalidKeyError(msg)
+        hint = "the path of the store is too long for this file system"
+        return errors.InvalidUrlError(msg, hint=hint)
     if number in _FULL:
-        return StorageFullError(msg, hint="free space, raise the quota, or delete old versions")
+        return errors.StorageFullError(msg, hint=_HINT_FULL)
     if number == errno.EROFS:
-        return StoragePermissionError(msg, hint="it is mounted read-only: remount it, or only read")
+        hint = "it is mounted read-only: remount it, or only read"
+        return errors.StoragePermissionError(msg, hint=hint)
     if number in _PERMISSION:
-        return StoragePermissionError(msg, hint="check the owner and mode of the folder")
+        return errors.StoragePermissionError(msg, hint="check the owner and mode of the folder")
     if number in _TRANSIENT:
-        return TransientStorageError(msg)
+        return errors.TransientStorageError(msg)
     if number in ABSENT:
-        return StorageError(msg, hint="a folder on the way there is missing, or is a file")
-    return StorageError(msg)
+        return errors.StorageError(msg, hint="a folder on the way there is missing, or is a file")
+    return errors.StorageError(msg)

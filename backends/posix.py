@@ -15,39 +15,15 @@ from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ckptstore import limits
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    Capabilities,
-    Leftovers,
-    ObjectInfo,
-    ObjectWriter,
-    check_key,
-    check_prefix,
-)
+from ckptstore import errors, limits
+from ckptstore.backends import base, posix_settings
 from ckptstore.backends.oserrors import ABSENT, translate
-from ckptstore.backends.posix_publish import Folders, TempFile, publish, sync_folder
-from ckptstore.backends.posix_settings import (
-    LINKLESS_DISKS,
-    SETTINGS,
-    PosixSettings,
-    find_fs_type,
-    settings_for,
-    stripe_folder,
-)
+from ckptstore.backends.posix_publish import Folders, Linkless, TempFile, publish, sync_folder
+from ckptstore.backends.posix_reserve import drop_reserve, keep_reserve
 from ckptstore.backends.posix_stream import IOV_MAX, PosixWriter
 from ckptstore.backends.posix_walk import is_listed, remove_temp_files, walk
 from ckptstore.backends.scatter import skip_bytes
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    InvalidUrlError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    TransientStorageError,
-)
 
 T = TypeVar("T")
 
@@ -55,7 +31,7 @@ T = TypeVar("T")
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-class PosixBackend(Backend):
+class PosixBackend(base.Backend):
     """The files below one folder. Nothing is created before the first write.
 
     Parameters
@@ -72,12 +48,12 @@ class PosixBackend(Backend):
         self,
         root: str,
         *,
-        settings: PosixSettings,
+        settings: posix_settings.PosixSettings,
         fs_type: str = "unknown",
         environment: Environment = SYSTEM,
     ) -> None:
         self.url = root
-        self.name = settings.name
+        self.name: str = settings.name
         self.fs_type = fs_type
         self._root = root
         self._settings = settings
@@ -85,90 +61,105 @@ class PosixBackend(Backend):
         self._folders = Folders(root, self._prepare)
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Return the properties of this kind of file system."""
         return self._settings.capabilities
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: base.Buffer) -> None:
         """Write a whole object; the same content again is no error, other content is."""
         try:
-            self._create(key, data, alone=True)
-        except ObjectExistsError:
+            self._create(key, data, Linkless.ALONE)
+        except errors.ObjectExistsError:
             # An earlier try of the same call may have succeeded.
             if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
                 raise
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
+    def put_if_absent(self, key: str, data: base.Buffer) -> None:
         """Create an object by ``link()``, or on a disk without links by a kernel's rename."""
-        self._create(key, data, alone=False)
+        one_kernel = self.fs_type in posix_settings.LINKLESS_DISKS
+        self._create(key, data, Linkless.KERNEL if one_kernel else Linkless.REFUSE)
 
-    def _create(self, key: str, data: Buffer, *, alone: bool) -> None:
-        temp = self._open_temp(check_key(key))
+    def _create(self, key: str, data: base.Buffer, linkless: Linkless) -> None:
+        temp = self._open_temp(base.check_key(key))
         try:
             temp.write(data)
             temp.finish(len(data))
         except BaseException as error:
             temp.discard()
-            if isinstance(error, OSError) and not isinstance(error, CkptStoreError):
+            if isinstance(error, OSError) and not isinstance(error, errors.CkptStoreError):
                 raise translate(error, f"write {key}", writing=True) from error
             raise
-        disk = self.fs_type in LINKLESS_DISKS
-        publish(temp.path, self._path(key), f"create {key}", alone=alone, one_machine=disk)
+        no_links = posix_settings.no_links_of(self.fs_type)
+        publish(temp.path, self._path(key), f"create {key}", linkless, no_links)
 
-    def open_writer(self, key: str) -> ObjectWriter:
+    def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that streams to a temporary file."""
-        return PosixWriter(check_key(key), self._open_temp(key), self._path(key))
+        temp = self._open_temp(base.check_key(key))
+        no_links = posix_settings.no_links_of(self.fs_type)
+        return PosixWriter(key, temp, self._path(key), no_links=no_links)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
 
         def read(descriptor: int, size: int) -> bytes:
             """Return the whole file, if it stays within the bound."""
-            if size > bytes_max:
-                msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
-                raise CorruptObjectError(msg)
+            base.check_size(key, size, bytes_max)
             data = bytearray(size)
             _fill(descriptor, 0, [memoryview(data)], key)
             return bytes(data)
 
         return self._with_file(key, read)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
         """Read straight into `buffers`."""
         self._with_file(key, lambda descriptor, _: _fill(descriptor, offset, buffers, key))
 
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[base.ObjectInfo]:
         """Yield objects in order, reading only the folders that can hold them."""
-        return walk(self._root, check_prefix(prefix), after, relist=self._settings.relist)
+        return walk(self._root, base.check_prefix(prefix), after, relist=self._settings.relist)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time, from an open file and not from a cache."""
 
-        def info(descriptor: int, size: int) -> ObjectInfo:
+        def info(descriptor: int, size: int) -> base.ObjectInfo:
             modified = os.fstat(descriptor).st_mtime
-            return ObjectInfo(key=key, size_bytes=size, modified_at=modified)
+            return base.ObjectInfo(key=key, size_bytes=size, modified_at=modified)
 
         return self._with_file(key, info)
 
     def delete(self, key: str) -> None:
         """Unlink one file."""
         try:
-            os.unlink(self._path(check_key(key)))  # noqa: PTH108
+            os.unlink(self._path(base.check_key(key)))  # noqa: PTH108
         except OSError as error:
             if error.errno not in ABSENT:
                 raise translate(error, f"delete {key}") from error
 
     def make_durable(self, keys: Iterable[str]) -> None:
         """Sync the folders: a file is synced before it has its name, the name after."""
-        for folder in {os.path.dirname(self._path(check_key(key))) for key in keys}:  # noqa: PTH120
+        for folder in {os.path.dirname(self._path(base.check_key(key))) for key in keys}:  # noqa: PTH120
             try:
                 sync_folder(folder)
             except OSError as error:
                 raise translate(error, f"sync {folder}", writing=True) from error
 
-    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> base.Leftovers:
         """Unlink temporary files of writers that died."""
         return remove_temp_files(self._root, modified_before=modified_before, dry_run=dry_run)
+
+    def keep_reserve(self, *, whole: bool = True) -> None:
+        """Keep a file in the root that takes up room."""
+        keep_reserve(self._root, self._environment, whole=whole)
+
+    def drop_reserve(self) -> None:
+        """Remove that file."""
+        drop_reserve(self._root)
+
+    def remarks(self) -> Sequence[str]:
+        """Return remarks on a group's rights in the root, and on mounts of buckets."""
+        from ckptstore.backends.posix_remarks import find_remarks
+
+        return find_remarks(self._root, self.fs_type)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
@@ -196,14 +187,14 @@ class PosixBackend(Backend):
 
     def _prepare(self, root: str) -> None:
         if self.fs_type == "lustre":
-            stripe_folder(root, self._settings.stripe_count)
+            posix_settings.stripe_folder(root, self._settings.stripe_count)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _with_file(self, key: str, use: Callable[[int, int], T]) -> T:
         """Return ``use(descriptor, size)`` for an object, retrying where caches are stale."""
-        path = self._path(check_key(key))
+        path = self._path(base.check_key(key))
         for attempt in range(limits.STALE_TRIES):
             if attempt:
                 self._environment.sleep(limits.STALE_WAIT_S * 2 ** (attempt - 1))
@@ -214,7 +205,7 @@ class PosixBackend(Backend):
                 if not cached and error.errno != errno.ESTALE:
                     raise translate(error, f"read {key}") from error
         msg = f"read {key}: the name is there, but opening it keeps failing"
-        raise TransientStorageError(msg)
+        raise errors.TransientStorageError(msg)
 
     def __repr__(self) -> str:
         return f"PosixBackend({self.url!r}, name={self.name!r}, fs_type={self.fs_type!r})"
@@ -225,21 +216,20 @@ def _use_file(path: str, key: str, use: Callable[[int, int], T]) -> T:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            msg = f"{key} is not a regular file"
-            raise ObjectNotFoundError(msg)
+            raise errors.ObjectNotFoundError(f"{key} is not a regular file")
         return use(descriptor, found.st_size)
     finally:
         os.close(descriptor)
 
 
-def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview], key: str) -> None:
+def _fill(descriptor: int, offset: int, buffers: base.Buffers, key: str) -> None:
     """Fill all of `buffers` from `offset` on; raises OSError or CorruptObjectError."""
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         count = os.preadv(descriptor, left[:IOV_MAX], offset)
         if not count:
             msg = f"{key} ends at byte {offset}, before the range that was asked for"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(msg)
         offset += count
         skip_bytes(left, count)
 
@@ -259,21 +249,22 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     """
     if options:
         msg = f"a path takes no storage options, but got {', '.join(sorted(options))}"
-        raise InvalidUrlError(msg)
+        hint = "leave it out, or write a URL such as s3://bucket/ckpts"
+        raise errors.InvalidUrlError(msg, hint=hint)
     path = url
     if "://" in url:
         parts = urlsplit(url)
         if parts.netloc not in {"", "localhost"} or not parts.path:
             msg = f"not a path of this machine: {url!r}"
-            raise InvalidUrlError(msg, hint="write file:///absolute/path")
+            raise errors.InvalidUrlError(msg, hint="write file:///absolute/path")
         path = unquote(parts.path)
-    if not path or "\0" in path or (kind and kind not in SETTINGS):
+    if not path or "\0" in path or (kind and kind not in posix_settings.SETTINGS):
         msg = f"no such location or kind: {path!r} {kind!r}"
-        raise InvalidUrlError(msg, hint=f"kinds are {', '.join(SETTINGS)}")
+        raise errors.InvalidUrlError(msg, hint=f"kinds are {', '.join(posix_settings.SETTINGS)}")
     root = str(Path(path).expanduser().absolute())
     if os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
-        msg = f"{root} is a file, not a folder"
-        raise InvalidUrlError(msg, hint="name the folder of a store, or one that is not there yet")
-    fs_type = find_fs_type(root)
-    settings = SETTINGS[kind] if kind else settings_for(fs_type)
+        hint = "name the folder of a store, or one that is not there yet"
+        raise errors.InvalidUrlError(f"{root} is a file, not a folder", hint=hint)
+    fs_type = posix_settings.find_fs_type(root)
+    settings = posix_settings.SETTINGS[kind] if kind else posix_settings.settings_for(fs_type)
     return PosixBackend(root, settings=settings, fs_type=fs_type)

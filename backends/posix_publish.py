@@ -12,23 +12,20 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from pathlib import PurePosixPath
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.config import SYSTEM
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    ObjectExistsError,
-    StorageError,
-    UnsafeBackendError,
-)
 
 # Answers of file systems without hard links to link(): link(2), and FUSE's ENOSYS.
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 # Answers to renameat2() where it is not served, or not with this flag: rename(2).
 _NO_FLAGS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+"""Flags to create a file under a name that must be free."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags to open a folder."""
 # Answers where folders cannot be synced (some FUSE file systems); those promise no durability of
@@ -36,6 +33,18 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 # Answers to chmod() where modes are options of the mount (vfat, SMB, some FUSE file systems).
 _NO_MODES = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
+_HINT_BUCKET = "if it is the mount of a bucket, open the bucket by its URL (s3://, gs://, az://)"
+
+
+class Linkless(Enum):
+    """The way to create a name on a file system that turns out to have no hard links."""
+
+    REFUSE = "refuse"
+    """None is safe: other machines may create the name, too."""
+    KERNEL = "kernel"
+    """``renameat2`` with RENAME_NOREPLACE: all creators use this kernel."""
+    ALONE = "alone"
+    """That, or else a look and a rename: nobody else creates this name."""
 
 
 class TempFile:
@@ -54,9 +63,7 @@ class TempFile:
     def __init__(self, folder: str, unique: str) -> None:
         self.path = f"{folder}/.tmp-{unique}"
         # O_EXCL guards against a repeated random name; nothing else relies on it.
-        self.descriptor = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-        )
+        self.descriptor = os.open(self.path, NEW_FILE, 0o666)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write all of `data` at the end; raises OSError."""
@@ -77,8 +84,7 @@ class TempFile:
         found = _size(self.descriptor, size_bytes)
         self._close()
         if found != size_bytes:
-            msg = f"{found} bytes are in the file, {size_bytes} were written"
-            raise StorageError(msg)
+            raise errors.StorageError(f"{found} bytes are in the file, {size_bytes} were written")
 
     def discard(self) -> None:
         """Close and remove; never raises."""
@@ -116,19 +122,18 @@ def _size(descriptor: int, expected_bytes: int) -> int:
 
 
 def publish(
-    temp: str, final: str, what: str, *, alone: bool = False, one_machine: bool = False
+    temp: str, final: str, what: str, linkless: Linkless, no_links: frozenset[int] = NO_LINKS
 ) -> None:
     """Give the finished file `temp` the name `final` if that is free, and remove `temp`.
 
-    Durable on return. After any error `temp` is gone or unused. Where the file system has no hard
-    links, the file is renamed, if one of these holds.
+    Durable on return. After any error `temp` is gone or unused.
 
     Parameters
     ----------
-    alone
-        Nobody else creates this name: look whether it is free, then rename.
-    one_machine
-        Only this machine has the file system mounted: its kernel can rename without replacing.
+    linkless
+        The way to go where there are no hard links.
+    no_links
+        Answers to link() that say so.
 
     Raises
     ------
@@ -137,27 +142,30 @@ def publish(
     UnsafeBackendError
         The file system has no hard links, and a rename would not be safe.
     AmbiguousWriteError
-        Whether the link was made could not be determined.
+        Whether the name was created could not be determined.
     StorageError
-        The link was not made and cannot appear later; or it was made, but the folder could
+        The name was not created and cannot appear later; or it was, but the folder could
         not be synced: then the object is visible and may vanish in a power cut.
     """
     try:
         os.link(temp, final, follow_symlinks=False)
     except OSError as error:
-        if not _linked_after(error, temp, final, what):
-            _rename(temp, final, what, alone=alone, one_machine=one_machine)
+        if not _linked_after(error, temp, final, what, no_links):
+            _rename(temp, final, what, linkless)
     try:
         sync_folder(os.path.dirname(final))  # noqa: PTH120
     except OSError as error:
         msg = f"{what}: written, but its folder could not be synced ({error.strerror})"
-        raise StorageError(msg, hint="it is visible, but may vanish in a power cut") from error
+        hint = "it is visible, but may vanish in a power cut"
+        raise errors.StorageError(msg, hint=hint) from error
     finally:
         with suppress(OSError):  # a leftover name does no harm: listings leave it out
             os.unlink(temp)  # noqa: PTH108
 
 
-def _linked_after(error: OSError, temp: str, final: str, what: str) -> bool:
+def _linked_after(
+    error: OSError, temp: str, final: str, what: str, no_links: frozenset[int]
+) -> bool:
     """Return True if the link was made although its reply was lost; False if there are no links.
 
     Raises the true error otherwise.
@@ -169,43 +177,40 @@ def _linked_after(error: OSError, temp: str, final: str, what: str) -> bool:
     taken = error.errno == errno.EEXIST or (error.errno == errno.EPERM and _link_count(final) > 0)
     if taken and links == 1:
         _remove(temp)
-        msg = f"{what}: exists"
-        raise ObjectExistsError(msg) from error
-    if error.errno in _NO_LINKS:
+        raise errors.ObjectExistsError(f"{what}: exists") from error
+    if error.errno in no_links:
         return False
     # Once the temporary name is gone, a request still in flight cannot link it.
     if links != 1 or not _remove(temp) or _exists(final) is not False:
         msg = f"{what}: link gave {errno.errorcode.get(error.errno or 0, error.errno)}"
-        raise AmbiguousWriteError(msg) from error
+        raise errors.AmbiguousWriteError(msg) from error
     raise translate(error, what, writing=True) from error
 
 
-def _rename(temp: str, final: str, what: str, *, alone: bool, one_machine: bool) -> None:
+def _rename(temp: str, final: str, what: str, linkless: Linkless) -> None:
     """Create a name where there are no hard links; raises as :func:`publish`."""
-    try:
-        if not ((alone or one_machine) and _rename_if_absent(temp, final)):
-            if not alone:
-                _remove(temp)
-                msg = f"{what}: this file system has no hard links"
-                raise UnsafeBackendError(msg)
-            if _exists(final) is not False:
-                raise FileExistsError(errno.EEXIST, "exists", final)
-            os.rename(temp, final)  # noqa: PTH104
-    except FileExistsError as error:
-        _remove(temp)
-        msg = f"{what}: exists"
-        raise ObjectExistsError(msg) from error
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        if not _remove(temp):  # it was renamed, although the answer says no, or may yet be
-            msg = f"{what}: rename gave {errno.errorcode.get(error.errno or 0, error.errno)}"
-            raise AmbiguousWriteError(msg) from error
-        raise translate(error, what, writing=True) from error
+    number = errno.ENOSYS if linkless is Linkless.REFUSE else _rename_if_absent(temp, final)
+    if number in _NO_FLAGS and linkless is Linkless.ALONE:
+        number = _look_and_rename(temp, final)
+    if not number:
+        return
+    # Once the temporary name is gone, a request still in flight cannot rename it.
+    removed = _remove(temp)
+    if number in _NO_FLAGS and linkless is not Linkless.ALONE:
+        msg = f"{what}: this file system has no hard links"
+        raise errors.UnsafeBackendError(msg, hint=_HINT_BUCKET)
+    if number == errno.EEXIST:
+        raise errors.ObjectExistsError(f"{what}: exists")
+    msg = f"{what}: rename gave {errno.errorcode.get(number, number)}"
+    if not removed:  # it was renamed, although the answer says no, or may yet be
+        raise errors.AmbiguousWriteError(msg, hint=_HINT_BUCKET)
+    if number in _NO_FLAGS:
+        raise errors.StorageError(msg, hint=_HINT_BUCKET)
+    raise translate(OSError(number, os.strerror(number)), what, writing=True)
 
 
-def _rename_if_absent(temp: str, final: str) -> bool:
-    """Rename unless the name is taken (FileExistsError); False where that is not to be had.
+def _rename_if_absent(temp: str, final: str) -> int:
+    """Rename unless the name is taken; return the error number, 0 for success.
 
     By ``renameat2`` with RENAME_NOREPLACE (rename(2), Linux 3.15), which Python lacks.
     """
@@ -213,14 +218,27 @@ def _rename_if_absent(temp: str, final: str) -> bool:
 
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
-        return False
+        return errno.ENOSYS
     names = [os.fsencode(path) for path in (temp, final)]
-    if not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
-        return True
-    number = ctypes.get_errno()
-    if number in _NO_FLAGS:
-        return False
-    raise OSError(number, os.strerror(number), final)
+    failed = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE)
+    return ctypes.get_errno() if failed else 0
+
+
+def _look_and_rename(temp: str, final: str) -> int:
+    """Rename if no such name is seen; return the error number, 0 for success."""
+    try:
+        os.lstat(final)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return error.errno or errno.EIO
+    else:
+        return errno.EEXIST
+    try:
+        os.rename(temp, final)  # noqa: PTH104
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _link_count(path: str) -> int:
@@ -300,20 +318,32 @@ class Folders:
             self.ensure(parent)
             with suppress(FileExistsError):
                 os.mkdir(folder)  # noqa: PTH102
-                self._open_as_root(folder)
+                self._share(folder)
             sync_folder(parent)
         self._durable.add(folder)
 
-    def _open_as_root(self, folder: str) -> None:
-        """Let those write in a new folder who may write in the root, whatever our umask is."""
-        mode = stat.S_IMODE(os.stat(folder).st_mode)  # noqa: PTH116
-        wanted = mode | stat.S_IMODE(os.stat(self._root).st_mode) & 0o777  # noqa: PTH116
-        if wanted != mode:
-            try:
-                os.chmod(folder, wanted)  # noqa: PTH101
-            except OSError as error:
-                if error.errno not in _NO_MODES:
-                    raise
+    def _share(self, folder: str) -> None:
+        """Give the group of a new folder the rights that it has in the root, whatever our umask is.
+
+        Only if it is the root's group. The sticky bit comes with them: who may not delete others'
+        files in the root may not do so below. A group that this process is not in would lose its
+        setgid bit by ``chmod``, so that its folders stay as they come.
+        """
+        root = os.stat(self._root)  # noqa: PTH116
+        # Others who may write here may have put a link or a folder of theirs in its place.
+        descriptor = os.open(folder, FOLDER | os.O_NOFOLLOW)
+        try:
+            made = os.fstat(descriptor)
+            mode = stat.S_IMODE(made.st_mode)
+            wanted = mode | root.st_mode & (stat.S_IRWXG | stat.S_ISVTX)
+            ours = made.st_uid == os.geteuid() and _may_act_for(made.st_gid)
+            if wanted != mode and made.st_gid == root.st_gid and ours:
+                os.fchmod(descriptor, wanted)
+        except OSError as error:
+            if error.errno not in _NO_MODES:
+                raise
+        finally:
+            os.close(descriptor)
 
     def forget(self) -> None:
         """Forget all folders: one of them was found missing."""
@@ -331,3 +361,7 @@ class Folders:
             sync_folder(str(folder.parent))
         if missing:
             self._prepare(self._root)
+
+
+def _may_act_for(group: int) -> bool:
+    return os.geteuid() == 0 or group in {os.getegid(), *os.getgroups()}

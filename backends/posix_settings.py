@@ -5,6 +5,7 @@ The type of a file system comes from the mount table of this process.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore.backends.base import Capabilities, PutIfAbsent
+from ckptstore.backends.posix_publish import NO_LINKS
 from ckptstore.limits import KIB, MIB
 
 _TABLE: Final = Path("/proc/self/mountinfo")
@@ -49,7 +51,7 @@ _LOCAL: Final = Capabilities(
     concurrency=4,
     scatter_read=True,
     lookup_lag_s=0.0,
-    # An NVMe disk, or a virtual one on top of some: 2 GB/s measured (docs/benchmarks.md).
+    # An NVMe disk, or a virtual one on top of some: 2 GB/s measured (benchmarks/RESULTS.md).
     write_bytes_per_s=2e9,
 )
 _NFS: Final = replace(
@@ -75,17 +77,26 @@ SETTINGS: Final[dict[str, PosixSettings]] = {
 LINKLESS_DISKS: Final = frozenset({"exfat", "msdos", "ntfs3", "vfat"})
 """Types without hard links that only one machine at a time mounts: its kernel sees every rename."""
 
+
+def no_links_of(fs_type: str) -> frozenset[int]:
+    """Return the answers to link() that say that a file system has no hard links.
+
+    Of most EIO is a failure; rclone's mount knows no other answer (seen with Debian's 1.60.1).
+    """
+    return NO_LINKS | {errno.EIO} if fs_type == "fuse.rclone" else NO_LINKS
+
+
+# Mounts of buckets that the kernel shows as "fuse", with only a source (as their users report).
+_FUSE_SOURCES: Final = frozenset({"blobfuse2", "mountpoint-s3"})
 # File system types by the kernel's names. Any other is a disk or memory of this machine.
 _NFS_TYPES: Final = frozenset({"nfs", "nfs4", "fuse.nfs"})
-_PARALLEL_TYPES: Final = frozenset(
-    {
-        *("beegfs", "beegfs_nodev", "ceph", "glusterfs", "gpfs", "lustre", "orangefs", "panfs"),
-        *("pvfs2", "wekafs"),
-        *("acfs", "gfs2", "ocfs2"),  # several machines share one disk
-        *("afs", "cifs", "smb3"),  # a server that is neither
-        *("virtiofs", "9p"),  # the host of a virtual machine
-    }
-)
+_PARALLEL_TYPES: Final = {
+    *("beegfs", "beegfs_nodev", "ceph", "glusterfs", "gpfs", "lustre", "orangefs", "panfs"),
+    *("pvfs2", "wekafs"),
+    *("acfs", "gfs2", "ocfs2"),  # several machines share one disk
+    *("afs", "cifs", "smb3"),  # a server that is neither
+    *("virtiofs", "9p"),  # the host of a virtual machine
+}
 
 
 def settings_for(fs_type: str) -> PosixSettings:
@@ -100,8 +111,9 @@ def settings_for(fs_type: str) -> PosixSettings:
 def find_fs_type(path: str, *, table: Path = _TABLE) -> str:
     """Return the type of the file system that `path` lies on, or will lie on once it is created.
 
-    As the kernel names it: ``ext4``, ``nfs4``, ``lustre``, ``fuse.glusterfs`` ... It is ``unknown``
-    without a readable mount table (not Linux). The table's format is in proc_pid_mountinfo(5):
+    As the kernel names it: ``ext4``, ``nfs4``, ``lustre``, ``fuse.glusterfs`` ...; FUSE programs
+    that have only a source by that: ``fuse.mountpoint-s3``. It is ``unknown`` without a readable
+    mount table (not Linux). The table's format is in proc_pid_mountinfo(5):
     mount point in field 5, the type after a lone ``-``. Lines that do not follow it are skipped.
     """
     longest, found = 0, "unknown"
@@ -119,7 +131,8 @@ def find_fs_type(path: str, *, table: Path = _TABLE) -> str:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         # If two mounts share one point, the later line is the upper mount, hence >=.
         if inside and len(point) >= longest:
-            longest, found = len(point), tail[0]
+            by_source = tail[0] == "fuse" and tail[1] in _FUSE_SOURCES
+            longest, found = len(point), f"fuse.{tail[1]}" if by_source else tail[0]
     return found
 
 

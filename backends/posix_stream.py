@@ -18,7 +18,7 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 from ckptstore.backends.oserrors import translate
-from ckptstore.backends.posix_publish import TempFile, drop_cache, publish
+from ckptstore.backends.posix_publish import Linkless, TempFile, drop_cache, publish
 from ckptstore.backends.scatter import skip_bytes
 from ckptstore.errors import StorageError, TransientStorageError
 
@@ -65,8 +65,9 @@ def sync_range() -> SyncRange | None:
 class PosixWriter(ObjectWriter):
     """Writes bytes to a temporary file as they come; holds none of them itself."""
 
-    def __init__(self, key: str, temp: TempFile, path: str) -> None:
+    def __init__(self, key: str, temp: TempFile, path: str, *, no_links: frozenset[int]) -> None:
         self._key = key
+        self._no_links = no_links
         self._path = path
         self._size = 0
         self._started = 0
@@ -90,7 +91,8 @@ class PosixWriter(ObjectWriter):
         """Make the object durable, then visible; a failed commit cannot be repeated."""
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
-            publish(self._temp.path, self._path, f"create {self._key}", alone=True)
+            what = f"create {self._key}"
+            publish(self._temp.path, self._path, what, Linkless.ALONE, self._no_links)
         except OSError as error:
             self._temp.discard()
             found = translate(error, f"write {self._key}", writing=True)

@@ -25,9 +25,9 @@ from ckptstore.backends.base import Leftovers, ObjectInfo, is_key
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_publish import FOLDER
 
-_TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
-# Other files below the root of a store are not ckptstore's.
-_WITH_TEMPS: Final = ("commits", "snapshots", "manifests", "packs", "probe")
+TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
+WITH_TEMPS: Final = ("commits", "snapshots", "manifests", "packs", "probe")
+"""Folders of a store; other files below its root are not ckptstore's."""
 
 
 def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
@@ -186,9 +186,9 @@ def _temp_files(root: str, base: str) -> Iterator[tuple[str, os.stat_result]]:
     folders = []
     for entry, is_folder in _scan(f"{root}/{base}".rstrip("/"), base, lambda _: True):
         if is_folder:
-            if is_key(entry.name) and (base or entry.name in _WITH_TEMPS):
+            if is_key(entry.name) and (base or entry.name in WITH_TEMPS):
                 folders.append(entry.name)
-        elif _TEMP.match(entry.name):
+        elif TEMP.match(entry.name):
             found = _state(entry, base + entry.name)
             if found is not None:  # otherwise its writer lives, and has just finished
                 yield entry.path, found

@@ -1,6 +1,7 @@
 """Tests a storage by using it, and measures its speed: never trust a claim of put-if-absent.
 
-All objects have names ``probe/<random>-...`` and are removed again. A store is created only on
+All objects have names ``probe/<random>-...`` and are removed again, as far as the storage
+allows that. A store is created only on
 these results, and ``ckptstore doctor`` prints them.
 """
 
@@ -8,31 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, Self
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    CorruptObjectError,
-    FormatError,
-    InvalidInputError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 from ckptstore.events import Progress, ProgressCallback, silent
 
 __all__ = ["Check", "ProbeReport", "failed_check", "offset_text", "probe"]
@@ -89,8 +77,7 @@ class ProbeReport:
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            msg = f"not a probe report: {error}"
-            raise FormatError(msg) from error
+            raise errors.FormatError(f"not a probe report: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +93,11 @@ class Speed:
 
 
 def probe(
-    backend: Backend,
-    *,
-    environment: Environment = SYSTEM,
-    progress: ProgressCallback = silent,
+    backend: Backend, *, environment: Environment = SYSTEM, progress: ProgressCallback = silent
 ) -> ProbeReport:
-    """Test a storage; writes, reads and deletes about a hundred small objects.
+    """Test a storage by some tens of small objects, written, read and deleted again.
+
+    It takes about a hundred requests, and a few more where creating a name has no clear answer.
 
     Parameters
     ----------
@@ -121,13 +107,36 @@ def probe(
     Raises
     ------
     StorageError
-        The storage could not be written or read at all (permissions, no such bucket, no space).
+        Nothing is known of the storage: it is away, it is full, or nothing can be written
+        (permissions, no such bucket). Any other failure is the result of a check.
     """
     run = _Probe(backend, environment, progress)
-    try:
-        return run.report()
-    finally:
-        run.clean()
+    answer: Future[ProbeReport] = Future()
+
+    def work() -> None:
+        try:
+            try:
+                report = run.report()
+            finally:
+                left = run.clean()
+            if left:
+                report = _with_left(report, left)
+        except BaseException as error:  # noqa: BLE001 - for the thread that waits
+            answer.set_exception(error)
+        else:
+            answer.set_result(report)
+
+    # In a thread that may be left behind: a client library may wait for ever.
+    threading.Thread(target=work, name="ckptstore-probe", daemon=True).start()
+    while True:
+        before = run.steps
+        wait([answer], limits.PROBE_SILENCE_S)
+        if answer.done():
+            return answer.result()
+        if run.steps == before:
+            msg = f"{backend.url} gave no answer for {limits.PROBE_SILENCE_S:.0f} s: {run.last}"
+            hint = "is the server alive, and its client library made for several threads?"
+            raise errors.TransientStorageError(msg, hint=hint)
 
 
 def measure(
@@ -148,7 +157,7 @@ def measure(
     """
     if size_bytes > limits.MEASURE_BYTES_MAX:
         msg = f"at most {limits.MEASURE_BYTES_MAX} bytes are written to measure, not {size_bytes}"
-        raise InvalidInputError(msg, hint="64 MiB, the default, tells most; 1 GiB the rest")
+        raise errors.InvalidInputError(msg, hint="64 MiB, the default, tells most; 1 GiB the rest")
     key = f"probe/{environment.random_hex(8)}-speed.pack"
     block = bytes.fromhex(environment.random_hex(limits.MIB))
     count = max(1, size_bytes // limits.MIB)
@@ -199,6 +208,16 @@ def offset_text(seconds: float) -> str:
     return "0.0 s" if text in {"+0.0 s", "-0.0 s"} else text
 
 
+def _with_left(report: ProbeReport, count: int) -> ProbeReport:
+    """Return a report whose check of deleting tells how many test objects stay."""
+    note = f"; {count} test objects stay below probe/"
+    checks = (
+        replace(check, detail=check.detail + note) if check.name == "delete" else check
+        for check in report.checks
+    )
+    return replace(report, checks=tuple(checks))
+
+
 class _Probe:
     """A running probe."""
 
@@ -215,6 +234,17 @@ class _Probe:
         self._offset = 0.0
         self._keys: list[str] = []
 
+    @property
+    def steps(self) -> int:
+        """Number of calls that have begun or ended so far, roughly."""
+        return len(self._keys) + sum(len(seconds) for seconds in self._seconds.values())
+
+    @property
+    def last(self) -> str:
+        """The last check that ended, for a message."""
+        names = [check.name for check in self._checks]
+        return f"the last check that ended was {names[-1]!r}" if names else "not even the first"
+
     def report(self) -> ProbeReport:
         """Run all checks in order."""
         steps: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
@@ -230,9 +260,9 @@ class _Probe:
         for name, step in steps:
             try:
                 passed, detail = step()
-            except (TransientStorageError, StorageFullError):
+            except (errors.TransientStorageError, errors.StorageFullError):
                 raise  # nothing is known of the storage yet
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 passed, detail = False, error.message
             self._note(name, detail, passed=passed)
             if not passed and verdict is PutIfAbsent.ATOMIC:
@@ -247,15 +277,22 @@ class _Probe:
             },
         )
 
-    def clean(self) -> None:
-        """Remove all probe objects; those that a failing storage keeps are left behind."""
+    def clean(self) -> int:
+        """Remove all probe objects; return how many a failing storage keeps, as far as it tells."""
 
-        def delete(key: str) -> None:
-            with suppress(StorageError):  # the check of deleting tells it, or what failed before
+        def delete(key: str) -> int:
+            try:
                 self._backend.delete(key)
+            except errors.StorageError:  # the check of deleting tells it, or what failed before
+                return 1
+            return 0
 
         with ThreadPoolExecutor(limits.PROBE_CREATORS) as pool:
-            list(pool.map(delete, self._keys))
+            failed = sum(pool.map(delete, self._keys))
+        if failed:
+            with suppress(errors.StorageError):  # some names may be of objects that are not there
+                failed = sum(1 for _ in self._backend.list(self._root))
+        return failed
 
     def _key(self, name: str) -> str:
         """Return the key of an object that is removed at the end."""
@@ -267,27 +304,36 @@ class _Probe:
         try:
             with self._timed("create"):
                 self._backend.put_if_absent(key, b"first")
-        except UnsafeBackendError as error:
-            self._note("create twice", f"refused: {error.message}", passed=False)
-            return PutIfAbsent.REFUSED
-        except AmbiguousWriteError as error:
+        except errors.AmbiguousWriteError as error:
             self._note("create twice", f"no clear answer: {error.message}", passed=False)
             return PutIfAbsent.UNKNOWN
-        except TransientStorageError:
+        except errors.TransientStorageError:
             raise
-        except StorageError as error:
-            self._backend.put(key, b"first")  # raises if nothing at all can be written here
-            self._note("create twice", f"refused: {error.message}", passed=False)
+        except (errors.UnsafeBackendError, errors.StorageError) as error:
+            why = error.message
+            try:
+                self._backend.put(key, b"first")
+            except errors.StorageError as unwritten:
+                unsafe = isinstance(error, errors.UnsafeBackendError)
+                if not unsafe or isinstance(unwritten, errors.StoragePermissionError):
+                    raise  # nothing at all can be written here
+                why = unwritten.message
+            self._note("create twice", f"refused: {why}", passed=False)
             return PutIfAbsent.REFUSED
         told = False
         try:
             self._backend.put_if_absent(key, b"second")
-        except ObjectExistsError:
+        except errors.ObjectExistsError:
             told = True
-        except (UnsafeBackendError, AmbiguousWriteError) as error:
+        except (errors.TransientStorageError, errors.StorageFullError):
+            raise
+        except (errors.UnsafeBackendError, errors.StorageError) as error:
             self._note("create twice", f"no clear answer: {error.message}", passed=False)
             return PutIfAbsent.UNKNOWN
-        kept = self._backend.get(key, bytes_max=100) == b"first"
+        try:
+            kept = self._backend.get(key, bytes_max=100) == b"first"
+        except (errors.ObjectNotFoundError, errors.CorruptObjectError):
+            kept = False
         answer = "told" if told else "not told"
         fate = "stands" if kept else "is lost"
         detail = f"the second was {answer}, the first {fate}"
@@ -341,16 +387,16 @@ class _Probe:
             gate.wait(_RACER_S)
             try:
                 backend.put_if_absent(key, self._racer_body(who))
-            except ObjectExistsError:
+            except errors.ObjectExistsError:
                 return False
-            except (AmbiguousWriteError, TransientStorageError):
+            except errors.StorageError:
                 return None
             return True
 
         told = list(pool.map(create, range(creators)))
         try:
             body = self._backend.get(key, bytes_max=_BODY_BYTES)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return set(), None
         owners = [who for who in range(creators) if body == self._racer_body(who)]
         winners = {who for who, answer in enumerate(told) if answer}
@@ -370,7 +416,7 @@ class _Probe:
             try:
                 with self._timed("get"):
                     found = self._backend.get(key, bytes_max=_BODY_BYTES)
-            except ObjectNotFoundError:
+            except errors.ObjectNotFoundError:
                 return False, "a written object was not found"
             if found != self._body:
                 return False, "a written object came back changed"
@@ -382,13 +428,13 @@ class _Probe:
         try:
             with self._timed("ranged get"):
                 self._backend.read_into(key, 12345, parts)
-        except (CorruptObjectError, ObjectNotFoundError) as error:
+        except (errors.CorruptObjectError, errors.ObjectNotFoundError) as error:
             return False, error.message
         if b"".join(parts) != self._body[12345 : 12345 + 4001]:
             return False, "other bytes came back"
         try:
             self._backend.read_into(key, _BODY_BYTES - 1, [memoryview(bytearray(2))])
-        except CorruptObjectError:
+        except errors.CorruptObjectError:
             return True, "ranges are exact, and an end of the object is noticed"
         return False, "a read beyond the end was not noticed"
 
@@ -412,20 +458,22 @@ class _Probe:
 
     def _delete(self) -> tuple[bool, str]:
         key = f"{self._root}read-1"
-        with self._timed("delete"):
-            self._backend.delete(key)
+        try:
+            with self._timed("delete"):
+                self._backend.delete(key)
+        except errors.StoragePermissionError as error:
+            return False, f"the credentials lack the right to delete: {error.message}"
         try:
             self._backend.get(key, bytes_max=_BODY_BYTES)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             listed = key in {info.key for info in self._backend.list(self._root)}
             return not listed, "it is still listed" if listed else "gone at once"
         return False, "a deleted object could still be read"
 
     def _note(self, name: str, detail: str, *, passed: bool) -> None:
         self._checks.append(Check(name=name, passed=passed, detail=detail))
-        self._progress(
-            Progress(stage="probe", done=len(self._checks), total=7, unit="checks", detail=name)
-        )
+        step = Progress(stage="probe", done=len(self._checks), total=7, unit="checks", detail=name)
+        self._progress(step)
 
     @contextmanager
     def _timed(self, operation: str) -> Iterator[None]:

@@ -28,12 +28,15 @@ FACTORIES: Final[dict[str, str]] = {
     "memory": "ckptstore.backends.memory:open_memory",
     "s3": "ckptstore.backends.s3:open_s3",
     "gs": "ckptstore.backends.gcs:open_gcs",
+    "az": "ckptstore.backends.azure:open_azure",
+    "http": "ckptstore.backends.web:open_web",
+    "https": "ckptstore.backends.web:open_web",
 }
 """URL scheme -> ``module:factory``. Any other scheme goes to fsspec."""
 # "local" is fsspec's name for files; its own local files look before they create.
-_ALIASES: Final = {"": "file", "local": "file", "s3a": "s3", "gcs": "gs"}
+_ALIASES = {"": "file", "local": "file", "s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 # Which extra of ours brings the package that a scheme needs.
-_EXTRAS: Final = {"s3": "s3", "gs": "gcs"}
+_EXTRAS: Final = {"s3": "s3", "gs": "gcs", "az": "azure"}
 
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 # fsspec has schemes with an underscore, such as arrow_hdfs, which RFC 3986 does not allow.
@@ -96,8 +99,7 @@ def _location_text(location: object) -> str:
         msg = f"a location must be a URL or a path, not {text!r:.60}"
         raise InvalidUrlError(msg, hint="such as /data/ckpts or s3://bucket/ckpts")
     if not text:
-        msg = "the URL is empty"
-        raise InvalidUrlError(msg, hint="is CKPTSTORE_URL set?")
+        raise InvalidUrlError("the URL is empty", hint="is CKPTSTORE_URL set?")
     head, mark, _ = text.partition("://")
     if mark and "/" not in head and not _SCHEME.match(text):
         msg = f"{head[:80]!r} is no scheme of a URL"
@@ -105,9 +107,8 @@ def _location_text(location: object) -> str:
     typo = _ONE_SLASH.match(text)
     if typo:
         slashes = ":///" if typo[1] in {"file", "local"} else "://"
-        msg = f"{typo[0]}... is no URL"
         hint = f"did you mean {typo[1]}{slashes}...? A folder of this name is ./{typo[0]}..."
-        raise InvalidUrlError(msg, hint=hint)
+        raise InvalidUrlError(f"{typo[0]}... is no URL", hint=hint)
     return text
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.storage_classes import ColdStorage, ObjectState
+from ckptstore.backends.transfers import Recorder
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError
 
 T = TypeVar("T")
+_AWAY: Final = "the storage is away or busy: check its address and the network, then try again"
 
 
 class RetryingBackend(WrapperBackend):
@@ -33,6 +37,8 @@ class RetryingBackend(WrapperBackend):
         cap_s: float = limits.RETRY_CAP_S,
     ) -> None:
         super().__init__(inner)
+        self._own = None if inner.transfers else PerProcess(Recorder)
+        self.transfers = inner.transfers or self._own
         self._environment = environment
         self._tries = tries
         self._base_s = base_s
@@ -40,6 +46,8 @@ class RetryingBackend(WrapperBackend):
 
     def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
         """Return ``action()``, called again where that can help."""
+        if self._own is not None:
+            action = partial(_counted, self._own.get(), call, action, size_bytes)
         return action() if call == "writer.write" else self.retry(action)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
@@ -84,7 +92,15 @@ class RetryingBackend(WrapperBackend):
             return function()
         except TransientStorageError as error:
             msg = f"{error.message} (tried {self._tries} times)"
-            raise TransientStorageError(msg, hint=error.hint) from error
+            raise TransientStorageError(msg, hint=error.hint or _AWAY) from error
+
+
+def _counted(recorder: Recorder, call: str, action: Callable[[], T], size_bytes: int) -> T:
+    """Return ``action()``, counted as one request: the storage does not count its own."""
+    with recorder.request(call) as sent:
+        result = action()
+        sent["requests_bytes"] = len(result) if isinstance(result, bytes) else size_bytes
+    return result
 
 
 class _RetryingCold:

@@ -8,94 +8,73 @@ the processor time, and s3fs (``s3_fsspec``), which knows every option of s3fs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ckptstore import limits
-from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo, ObjectWriter
-from ckptstore.backends.bucket import (
-    CAPABILITIES,
-    BucketBackend,
-    BucketLocation,
-    CheckRange,
-    Foreign,
-    parse_bucket_url,
-)
+from ckptstore import errors, limits
+from ckptstore.backends import base, bucket
+from ckptstore.backends.parted_writer import PartedWriter, gone
+from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
-from ckptstore.backends.s3_calls import S3Calls, translate
+from ckptstore.backends.s3_calls import Request, S3Calls, translate
 from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.s3_settings import read_settings
-from ckptstore.backends.storage_classes import STANDARD, ColdStorage, check_pack_class
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidUrlError,
-    MissingDependencyError,
-    StorageError,
-)
+from ckptstore.backends.scatter import wanted_bytes
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
 
-# A pack and the chunk that closes it. An open store keeps some buffers: while a write fills and
-# sends them few are free, and kept ones take memory besides that of a load.
-_BUFFER_BYTES: Final = CAPABILITIES.pack_bytes + limits.CHUNK_BYTES_DEFAULT + limits.MIB
-_KEPT_BYTES: Final = limits.HOST_BYTES_DEFAULT // 4
-_BUFFERS_KEPT: Final = _KEPT_BYTES // limits.PACK_BYTES_MIN
 
-
-class S3Backend(BucketBackend[S3Calls]):
+class S3Backend(bucket.BucketBackend[S3Calls]):
     """The objects below one prefix of a bucket.
 
     Parameters
     ----------
     scatter_read
         Whether the client receives straight into the caller's buffers.
+    requests
+        Most requests on their way at once.
     """
 
     name = "s3"
 
     def __init__(
         self,
-        location: BucketLocation,
+        location: bucket.BucketLocation,
         client: PerProcess[S3Calls],
         *,
         scatter_read: bool,
-        pack_class: str = "",
+        pack_class: object = None,
+        requests: object = limits.REQUESTS_AT_ONCE_MAX,
     ) -> None:
-        super().__init__(location, client, pack_class=pack_class)
+        copies = 1 if scatter_read else 2
+        super().__init__(location, client, pack_class=pack_class, requests=requests, copies=copies)
         self._scatter_read = scatter_read
-        self._pool = BufferPool(
-            buffer_bytes=_BUFFER_BYTES,
-            kept_max=_BUFFERS_KEPT,
-            kept_bytes=_KEPT_BYTES,
-        )
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Return the properties of S3 with this client."""
-        return replace(CAPABILITIES, scatter_read=self._scatter_read)
+        return replace(
+            super().capabilities, scatter_read=self._scatter_read, part_bytes=limits.PART_BYTES
+        )
 
-    def open_writer(self, key: str) -> ObjectWriter:
-        """Return a writer that collects in memory and sends one PUT."""
-        self._location.object_name(key)
-        name = self._class_of_new(key)
-        return PooledWriter(lambda body: self._upload(key, body, storage_class=name), self._pool)
+    def open_writer(self, key: str) -> base.ObjectWriter:
+        """Return a writer that sends a multipart upload, or one PUT if it is small."""
+        return PartedWriter(_Upload(self, key, self._class_of_new(key)), self._sender.get())
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
 
         def accept(answer: Mapping[str, Any]) -> None:
-            """Refuse an object that is too large before receiving any of it."""
-            size: int = answer["ContentLength"]
-            if size > bytes_max:
-                msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
-                raise CorruptObjectError(msg)
+            """Refuse a body that is larger than allowed."""
+            base.check_size(key, answer["ContentLength"], bytes_max)
 
         request = self._object(key)
         return self._run(f"get {key}", lambda calls: calls.read(request, accept))
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time by a HEAD."""
         return self._info(key, self._call(f"stat {key}", "head_object", self._object(key)))
 
@@ -105,20 +84,42 @@ class S3Backend(BucketBackend[S3Calls]):
 
     def cold_storage(self) -> ColdStorage:
         """Return access to the storage classes of these objects."""
-        return S3ColdStorage(self._location, self._run)
+        return S3ColdStorage(self._object, self._run)
 
-    def close(self) -> None:
-        """Close this process's connections, and release its buffers."""
-        self._pool.clear()
-        calls = self._client.take()
-        if calls is not None:
-            calls.close()
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> base.Leftovers:
+        """Abort the multipart uploads that writers left behind; their sizes are not told.
 
-    def _body(self, key: str, data: Buffer) -> memoryview:
+        None are found where the storage does not list them, or not with these credentials: then a
+        rule of the bucket has to abort old ones.
+        """
+        query: dict[str, Any] = {"Bucket": self._location.bucket, "Prefix": self._location.prefix}
+        count = 0
+        while True:
+            try:
+                page = self._call("list uploads", "list_multipart_uploads", query)
+            except errors.TransientStorageError:
+                raise
+            except errors.StorageError:
+                return base.Leftovers(count=count)
+            for item in page.get("Uploads", ()):
+                if item["Initiated"].timestamp() >= modified_before:
+                    continue
+                count += 1
+                if not dry_run:
+                    one = {name: item[name] for name in ("Key", "UploadId")}
+                    what, one = f"abort {item['Key']}", {"Bucket": self._location.bucket, **one}
+                    with suppress(errors.ObjectNotFoundError):  # completed, or aborted, meanwhile
+                        self._call(what, "abort_multipart_upload", one)
+            if not page.get("IsTruncated"):
+                return base.Leftovers(count=count)
+            query["KeyMarker"] = page["NextKeyMarker"]
+            query["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def _body(self, key: str, data: base.Buffer) -> memoryview:
         return memoryview(data).cast("B")
 
     def _upload(
-        self, key: str, body: Foreign, *, conditional: bool = False, storage_class: str = ""
+        self, key: str, body: bucket.Foreign, *, conditional: bool = False, storage_class: str = ""
     ) -> None:
         """Send one PUT; its condition is ``If-None-Match: *``."""
         request = self._object(key)
@@ -126,17 +127,26 @@ class S3Backend(BucketBackend[S3Calls]):
             request["StorageClass"] = storage_class
         if conditional:
             request["IfNoneMatch"] = "*"
+        if key.endswith(".html"):
+            request["ContentType"] = "text/html"
         what = f"{'create' if conditional else 'put'} {key}"
-        self._run(what, lambda calls: calls.put(request, body), conditional=conditional)
+        self._send(what, "put_object", request, body, conditional=conditional)
 
     def _receive(
-        self, key: str, span: str, buffers: Sequence[memoryview], check: CheckRange
+        self, key: str, span: str, buffers: base.Buffers, check: bucket.CheckRange, wait: Wait
     ) -> int:
+        request = self._object(key) | {"Range": span}
+
         def accept(answer: Mapping[str, Any]) -> None:
+            """Look at the head of the answer."""
+            wait.begun()
             check(answer.get("ContentRange", ""), answer["ContentLength"])
 
-        request = self._object(key) | {"Range": span}
-        return self._run(f"get {key}", lambda calls: calls.read_into(request, buffers, accept))
+        def receive(calls: S3Calls) -> int:
+            """Send the request."""
+            return calls.read_into(request, buffers, accept, wait.sent())
+
+        return self._run(f"get {key}", receive, size_bytes=wanted_bytes(buffers))
 
     def _page(
         self, what: str, prefix: str, after: str, token: str
@@ -155,12 +165,12 @@ class S3Backend(BucketBackend[S3Calls]):
         following: str = page.get("NextContinuationToken") or ""
         if page.get("IsTruncated") and not following:  # never a part of a listing for the whole
             msg = f"{what}: the storage cuts the listing short, and says not where it goes on"
-            raise StorageError(msg)
+            raise errors.StorageError(msg)
         return items, following if page.get("IsTruncated") else ""
 
-    def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
+    def _info(self, key: str, item: Mapping[str, Any]) -> base.ObjectInfo:
         """Return the facts in an entry of a listing, or in the answer to a HEAD."""
-        return ObjectInfo(
+        return base.ObjectInfo(
             key=key,
             size_bytes=item["Size"] if "Size" in item else item["ContentLength"],
             modified_at=item["LastModified"].timestamp(),
@@ -169,16 +179,85 @@ class S3Backend(BucketBackend[S3Calls]):
 
     _translate = staticmethod(translate)
 
-    def _object(self, key: str) -> dict[str, Any]:
+    def _object(self, key: str) -> Request:
         return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
 
-    def _call(self, what: str, method: str, request: dict[str, Any]) -> Foreign:
+    def _send(
+        self, what: str, method: str, request: Request, body: memoryview, **condition: bool
+    ) -> bucket.Foreign:
+        """Send a request with a body."""
+        size = len(body)
+        return self._run(
+            what, lambda calls: calls.send(method, request, body), size_bytes=size, **condition
+        )
+
+    def _call(self, what: str, method: str, request: Request) -> bucket.Foreign:
         """Return the answer of one call of the S3 API."""
         return self._run(what, lambda calls: calls.call(method, request))
 
 
+@dataclass(slots=True)
+class _Upload:
+    """The requests of one object; see :class:`ckptstore.backends.parted_writer.Upload`."""
+
+    backend: S3Backend
+    key: str
+    storage_class: str
+    upload_id: str = ""
+    _object: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._object = self.backend._object(self.key)
+
+    def whole(self, body: memoryview) -> None:
+        self.backend._upload(self.key, body, storage_class=self.storage_class)
+
+    def begin(self) -> None:
+        request = dict(self._object)
+        if self.storage_class:
+            request["StorageClass"] = self.storage_class
+        answer = self._call("begin", "create_multipart_upload", request)
+        self.upload_id = answer["UploadId"]
+
+    def part(self, number: int, body: memoryview) -> dict[str, Any]:
+        request = self._uploaded() | {"PartNumber": number}
+        try:
+            what = f"put part {number} of {self.key}"
+            answer = self.backend._send(what, "upload_part", request, body)
+        except errors.ObjectNotFoundError as error:
+            raise gone(self.key) from error
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
+        request = self._uploaded() | {"MultipartUpload": {"Parts": list(receipts)}}
+        try:
+            self._call("put", "complete_multipart_upload", request)
+        except errors.ObjectNotFoundError:
+            # No such upload: this was done by a try whose answer was lost.
+            try:
+                found = self.backend.stat(self.key).size_bytes
+            except errors.ObjectNotFoundError:
+                found = -1
+            if found != size_bytes:
+                raise gone(self.key) from None
+
+    def abandon(self) -> None:
+        self._call("abort", "abort_multipart_upload", self._uploaded())
+
+    def _uploaded(self) -> dict[str, Any]:
+        return self._object | {"UploadId": self.upload_id}
+
+    def _call(self, what: str, method: str, request: Request) -> bucket.Foreign:
+        return self.backend._call(f"{what} {self.key}", method, request)
+
+
 def open_s3(
-    url: str, *, client: str = "auto", pack_class: object = None, **options: object
+    url: str,
+    *,
+    client: str = "auto",
+    pack_class: object = None,
+    requests: object = limits.REQUESTS_AT_ONCE_MAX,
+    **options: object,
 ) -> S3Backend:
     """Return the backend of ``s3://bucket/prefix``.
 
@@ -188,6 +267,8 @@ def open_s3(
         ``direct``: botocore alone; ``s3fs``; ``auto``: direct if it knows all options.
     pack_class
         Storage class of new packs, such as ``STANDARD_IA``; other objects are never written in it.
+    requests
+        Most requests on their way at once, of all that is done with the store.
     options
         Those of ``s3fs.S3FileSystem``.
 
@@ -196,26 +277,26 @@ def open_s3(
     InvalidUrlError
         If the URL names no bucket, or carries credentials; or for another `client`.
     InvalidInputError
-        `pack_class` names no class whose objects can always be read.
+        `pack_class` names no class whose objects can always be read; `requests` is no number.
     MissingDependencyError
         s3fs is needed, and is not installed.
     """
-    location = parse_bucket_url(url)
+    location = bucket.parse_bucket_url(url)
     if client not in _CLIENTS:
         msg = f"no S3 client is called {client!r:.40}"
-        raise InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
-    name = check_pack_class(pack_class)
+        raise errors.InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
+    common: dict[str, Any] = {"pack_class": pack_class, "requests": requests}
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:
         direct = PerProcess[S3Calls](direct_client, settings)
-        return S3Backend(location, direct, scatter_read=True, pack_class=name)
+        return S3Backend(location, direct, scatter_read=True, **common)
     if client == "direct":
         msg = "only s3fs knows one of the storage options"
-        raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
+        raise errors.InvalidUrlError(msg, hint='leave out client="direct", or that option')
     try:
         from ckptstore.backends.s3_fsspec import s3fs_client  # s3fs takes half a second to import
     except ImportError as error:
         msg = f"one of the storage options needs a package that is not installed ({error.name})"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
+        raise errors.MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
     by_s3fs = PerProcess[S3Calls](s3fs_client, options)
-    return S3Backend(location, by_s3fs, scatter_read=False, pack_class=name)
+    return S3Backend(location, by_s3fs, scatter_read=False, **common)

@@ -9,21 +9,17 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import botocore.exceptions as boto
 from fsspec.exceptions import FSTimeoutError
 from urllib3.exceptions import NewConnectionError
 
+from ckptstore import errors
+from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
-from ckptstore.errors import (
-    CkptStoreError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-)
 
 Request = dict[str, Any]
 """The parameters of one call of the S3 API, by their names there."""
@@ -38,6 +34,12 @@ _NO_CREDENTIALS: Final = (
     boto.ProfileNotFound,
 )
 _WRONG_SETTINGS: Final = (boto.ParamValidationError, TypeError, ValueError, ImportError)
+_CREDENTIALS_HINT: Final = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, or give key= and secret=;"
+    " a public bucket is read with anon=True"
+)
+OWN_OPTIONS: Final = ("client", "pack_class", "requests")
+"""Options of ckptstore's own, besides those of s3fs."""
 _UNKNOWN_OPTION: Final = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
@@ -51,20 +53,25 @@ class S3Calls(Protocol):
     def call(self, method: str, request: Request) -> Foreign:
         """Return the answer of a call without a body; `method` is its name in snake case."""
 
-    def put(self, request: Request, body: memoryview) -> None:
-        """Send an object; `body` is free again when this returns or raises."""
+    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
+        """Send an object or a part of one; `body` is free again when this returns or raises."""
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""
 
-    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
-        """Fill `buffers` from the body; return the number of bytes that are missing."""
+    def read_into(
+        self, request: Request, buffers: Buffers, accept: Accept, patience_s: float = 0.0
+    ) -> int:
+        """Fill `buffers` from the body; return the number of bytes that are missing.
+
+        With `patience_s` it fails if the answer does not begin in time.
+        """
 
     def close(self) -> None:
         """Close the connections."""
 
 
-def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+def translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptStoreError:
     """Return the error of ckptstore's tree for an error of an S3 client.
 
     s3fs turns botocore's errors into Python's and loses their status; the cause still has it.
@@ -77,13 +84,14 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
         error = error.__cause__  # fsspec's wrapper of any timeout
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, _NO_CREDENTIALS):
-        return StoragePermissionError(msg, hint="no usable credentials were found")
+        return errors.StoragePermissionError(msg, hint=_CREDENTIALS_HINT)
     if _not_sent(error):
-        return TransientStorageError(msg)
+        return errors.TransientStorageError(msg)
     if isinstance(error, _WRONG_SETTINGS):
         wrong = _UNKNOWN_OPTION.search(str(error))  # the rest of the text may hold a secret
         about = f": no option is called {wrong[1]!r}" if wrong else ""
-        return StorageError(msg + about, hint="check the storage options")
+        hint = "the storage options are those of s3fs.S3FileSystem"
+        return errors.StorageError(msg + about, hint=f"{hint}, and {', '.join(OWN_OPTIONS)}")
     return error_for_silence(msg, conditional=conditional)
 
 

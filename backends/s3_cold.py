@@ -13,15 +13,10 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from ckptstore import limits
-from ckptstore.backends.bucket import BucketLocation, Foreign
-from ckptstore.backends.s3_calls import S3Calls, code_of
+from ckptstore.backends.bucket import Foreign
+from ckptstore.backends.s3_calls import Request, S3Calls, code_of
 from ckptstore.backends.storage_classes import STANDARD, TIERING, Access, ObjectState, class_named
-from ckptstore.errors import (
-    ColdObjectError,
-    LimitError,
-    StorageError,
-    TransientStorageError,
-)
+from ckptstore.errors import ColdObjectError, LimitError, StorageError, TransientStorageError
 
 _CLASSES: Final = (
     *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
@@ -45,8 +40,8 @@ class S3ColdStorage:
         The backend's function for one request.
     """
 
-    def __init__(self, location: BucketLocation, send: Sender) -> None:
-        self._location = location
+    def __init__(self, name: Callable[[str], Request], send: Sender) -> None:
+        self._object = name
         self._send = send
 
     def restore_state(self, key: str) -> ObjectState:
@@ -133,9 +128,6 @@ class S3ColdStorage:
     def _head(self, key: str) -> Foreign:
         request = self._object(key)
         return self._send(f"stat {key}", lambda calls: calls.call("head_object", request))
-
-    def _object(self, key: str) -> dict[str, Any]:
-        return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
 
 
 def _state(head: Mapping[str, Any]) -> ObjectState:

@@ -8,33 +8,29 @@ Measured against other clients: docs/design/0014-s3-clients.md.
 from __future__ import annotations
 
 import base64
-import http.client
 import io
 import ipaddress
 import socket
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import botocore.loaders
 import botocore.session
-from botocore import UNSIGNED
-from botocore.awsrequest import (
-    AWSHTTPConnection,
-    AWSHTTPConnectionPool,
-    AWSHTTPSConnection,
-    AWSHTTPSConnectionPool,
-)
+from botocore import UNSIGNED, awsrequest
 from botocore.config import Config
 from botocore.exceptions import IncompleteReadError
 
 from ckptstore import limits
+from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
+from ckptstore.backends.receiving import receive_into
 from ckptstore.backends.s3_calls import Accept, Request
 from ckptstore.backends.s3_settings import Settings
-from ckptstore.backends.scatter import skip_bytes, wanted_bytes
+from ckptstore.backends.width import moved
 
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
@@ -58,14 +54,13 @@ class DirectCalls:
         """Return the answer of a call."""
         return getattr(self._client, method)(**self._request, **request)
 
-    def put(self, request: Request, body: memoryview) -> None:
-        """Send an object: a small one signed with its SHA-256, a large one as by ``_seal``."""
+    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
+        """Send a body: a small one signed with its SHA-256, a large one as by ``_seal``."""
         if len(body) < limits.SIGNED_BODY_BYTES_MAX:
-            self.call("put_object", request | {"Body": bytes(body)})
-            return
+            return self.call(method, request | {"Body": bytes(body)})
         sending = _Sending(body)
         try:
-            self.call("put_object", request | {"Body": sending})
+            return self.call(method, request | {"Body": sending})
         finally:
             sending.release()  # an error's traceback may keep a reference to it
 
@@ -80,24 +75,22 @@ class DirectCalls:
             body.close()
         return data
 
-    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
+    def read_into(
+        self, request: Request, buffers: Buffers, accept: Accept, patience_s: float = 0.0
+    ) -> int:
         """Receive the body into buffers, without a copy in between."""
-        answer = self.call("get_object", request)
+        _here.patience_s = patience_s
+        try:
+            answer = self.call("get_object", request)
+        finally:
+            _here.patience_s = 0.0
         body = answer["Body"]
-        whole = False
         try:
             accept(answer)
-            readinto, at_end = _receiver(body)
-            rest = [buffer for buffer in buffers if buffer.nbytes]
-            while rest and (count := readinto(rest[0])):
-                skip_bytes(rest, count)
-            whole = at_end()
-        finally:
-            if whole:  # the connection can serve the next request
-                body._raw_stream.release_conn()
-            else:
-                body.close()
-        return wanted_bytes(rest)
+        except BaseException:
+            body.close()
+            raise
+        return receive_into(body._raw_stream, buffers)
 
     def close(self) -> None:
         """Close the connections."""
@@ -120,7 +113,8 @@ def direct_client(settings: Settings) -> DirectCalls:
     acknowledge_at_once(client)
     chosen = config.get("s3") or {}
     if not settings.anonymous and "payload_signing_enabled" not in chosen:
-        client.meta.events.register("before-call.s3.PutObject", _seal)
+        for name in ("PutObject", "UploadPart"):
+            client.meta.events.register(f"before-call.s3.{name}", _seal)
     client.meta.events.register("before-parse.s3", _hold_whole)
     return DirectCalls(client, dict(settings.request))
 
@@ -142,11 +136,14 @@ class _Sending(io.RawIOBase):
         super().__init__()
         self._view = view
         self._at = 0
+        self._passed = 0
 
     def read(self, size: int = -1) -> bytes:
         """Return the next megabyte, as a view."""
+        moved(self._passed)  # what was read before has gone out
         part = self._view[self._at : self._at + limits.STREAM_BYTES]
         self._at += len(part)
+        self._passed = len(part)
         return part  # type: ignore[return-value]  # bytes by all that is done with it
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -172,26 +169,30 @@ class _Sending(io.RawIOBase):
         self._view = memoryview(b"")
 
 
-def _seal(params: dict[str, Any], **_: object) -> None:
+def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
     """Choose, before a request is signed, the protection of its body in transit.
 
     Signing a body costs a SHA-256 here and another one at the server. A pack needs none where
     nothing can change it in transit: under TLS, which also gets a checksum that servers compare
     if they know it, and on the loopback interface, which is this machine's memory. The manifest
     holds digests of a pack's contents, and is small enough to be always signed.
+
+    A part of an upload is signed under TLS: AWS takes a checksum of one only if the whole upload
+    has them, which not every server knows.
     """
     body = params["body"]
     if not isinstance(body, _Sending):
         return
     url = urlsplit(params["url"])
-    if url.scheme == "https":
+    signed = model.name == "UploadPart"
+    if url.scheme != "https":
+        signed = not _is_loopback(url.hostname or "")
+    elif not signed:
         params["headers"]["x-amz-checksum-crc32"] = body.crc32()
-    elif not _is_loopback(url.hostname or ""):
-        return
     context = params["context"]
     config = context["client_config"]
-    unsigned = {**(config.s3 or {}), "payload_signing_enabled": False}
-    context["client_config"] = config.merge(Config(s3=unsigned))
+    chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}
+    context["client_config"] = config.merge(Config(s3=chosen))
 
 
 def _hold_whole(operation_model: Foreign, response_dict: Mapping[str, Any], **_: object) -> None:
@@ -217,19 +218,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:
-    """Return a function that receives into memory, and one that checks for the end of the body.
-
-    urllib3's own ``readinto`` makes two copies, that of Python's HTTP client below it none; if a
-    later urllib3 keeps that elsewhere, urllib3's is used.
-    """
-    raw = body._raw_stream
-    answer: Final = getattr(raw, "_fp", None)
-    if isinstance(answer, http.client.HTTPResponse):
-        return answer.readinto, answer.isclosed
-    return body.readinto, lambda: False
-
-
 def acknowledge_at_once(client: Foreign) -> bool:
     """Make a botocore client acknowledge answers at once; call it before the first request.
 
@@ -248,7 +236,7 @@ def acknowledge_at_once(client: Foreign) -> bool:
     manager = getattr(getattr(client._endpoint, "http_session", None), "_manager", None)
     kinds = getattr(manager, "pool_classes_by_scheme", None)
     ours = {"http": _Pool, "https": _TlsPool}
-    theirs = {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}
+    theirs = {"http": awsrequest.AWSHTTPConnectionPool, "https": awsrequest.AWSHTTPSConnectionPool}
     if _QUICKACK is None or manager is None or kinds != theirs:
         return False
     manager.pool_classes_by_scheme = ours
@@ -262,25 +250,47 @@ def _ask(connection: Foreign) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
 
+class _Here(threading.local):
+    """The request that this thread sends."""
+
+    patience_s = 0.0
+    """Seconds until its answer must begin; 0 for the connection's timeout."""
+
+
+_here = _Here()
+
+
 class _Prompt:
-    """Part of a connection of urllib3 that acknowledges each answer at once."""
+    """Part of a connection of urllib3: acknowledges at once, and waits as its thread says."""
+
+    timeout: Any
+    """Of reads; urllib3's."""
 
     def getresponse(self) -> Foreign:
         _ask(self)
-        return super().getresponse()  # type: ignore[misc]  # of the connection
+        if not _here.patience_s:
+            return super().getresponse()  # type: ignore[misc]  # of the connection
+        # Set on the socket by urllib3 at this call; of a connection that fails here it is not
+        # restored, as urllib3 closes that.
+        timeout, self.timeout = self.timeout, _here.patience_s
+        sock = self.sock  # type: ignore[attr-defined]  # an answer may take it away
+        answer = super().getresponse()  # type: ignore[misc]
+        self.timeout = timeout
+        sock.settimeout(timeout)
+        return answer
 
 
-class _Connection(_Prompt, AWSHTTPConnection):  # type: ignore[misc]  # no types
+class _Connection(_Prompt, awsrequest.AWSHTTPConnection):  # type: ignore[misc]  # no types
     pass
 
 
-class _TlsConnection(_Prompt, AWSHTTPSConnection):  # type: ignore[misc]  # no types
+class _TlsConnection(_Prompt, awsrequest.AWSHTTPSConnection):  # type: ignore[misc]  # no types
     pass
 
 
-class _Pool(AWSHTTPConnectionPool):  # type: ignore[misc]  # no types
+class _Pool(awsrequest.AWSHTTPConnectionPool):  # type: ignore[misc]  # no types
     ConnectionCls = _Connection
 
 
-class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]  # no types
+class _TlsPool(awsrequest.AWSHTTPSConnectionPool):  # type: ignore[misc]  # no types
     ConnectionCls = _TlsConnection

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import s3fs
 from fsspec.asyn import sync
 
 from ckptstore import limits
+from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.buffered_writer import Body
 from ckptstore.backends.s3_calls import Accept, Request
@@ -37,19 +39,21 @@ class S3fsCalls:
 
         return sync(self._fs.loop, call)
 
-    def put(self, request: Request, body: memoryview) -> None:
-        """Send an object with the MD5 of its body; no protection from malice."""
+    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
+        """Send a body with its MD5, which the server compares."""
         digest = hashlib.md5(body, usedforsecurity=False).digest()
         # A copy: after a timeout the event loop may still be sending.
         sealed = {"Body": Body(body), "ContentMD5": base64.b64encode(digest).decode()}
-        self.call("put_object", request | sealed)
+        return self.call(method, request | sealed)
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""
         data: bytes = self._get(request, accept, lambda body: body.read())
         return data
 
-    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
+    def read_into(
+        self, request: Request, buffers: Buffers, accept: Accept, patience_s: float = 0.0
+    ) -> int:
         """Fill buffers from the body."""
         scatter = Scatter(buffers)
 
@@ -57,14 +61,17 @@ class S3fsCalls:
             while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
                 scatter.feed(data)
 
-        self._get(request, accept, fill)
+        self._get(request, accept, fill, patience_s)
         return scatter.left
 
-    def _get(self, request: Request, accept: Accept, use: Callable[[Foreign], Foreign]) -> Foreign:
+    def _get(
+        self, request: Request, accept: Accept, use: Foreign, patience_s: float = 0.0
+    ) -> Foreign:
         """Return what the coroutine function `use` makes of an object's body."""
 
         async def fetch() -> Foreign:
-            answer = await self._fs._call_s3("get_object", **request)
+            async with asyncio.timeout(patience_s or None):
+                answer = await self._fs._call_s3("get_object", **request)
             async with answer["Body"] as body:
                 accept(answer)
                 return await use(body)

@@ -12,13 +12,11 @@ from fsspec.config import apply_config
 from ckptstore import limits
 
 # s3fs's options for files, listings and transfers, which are not used here.
-_WITHOUT_EFFECT: Final = frozenset(
-    {
-        *("default_block_size", "default_fill_cache", "default_cache_type", "fixed_upload_size"),
-        *("listings_expiry_time", "max_concurrency", "max_paths", "skip_instance_cache"),
-        *("use_listings_cache", "version_aware"),
-    }
-)
+_WITHOUT_EFFECT: Final = {
+    *("default_block_size", "default_fill_cache", "default_cache_type", "fixed_upload_size"),
+    *("listings_expiry_time", "max_concurrency", "max_paths", "skip_instance_cache"),
+    *("use_listings_cache", "version_aware"),
+}
 _TEXTS: Final = {
     "key": "aws_access_key_id",
     "username": "aws_access_key_id",

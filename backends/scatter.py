@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptstore.byte_copies import copy_bytes
+
 
 def wanted_bytes(buffers: Sequence[memoryview]) -> int:
     """Return the number of bytes that `buffers` hold."""
@@ -45,7 +47,7 @@ class Scatter:
         rest = memoryview(data)[: self.left]
         while rest:
             count = min(len(rest), self._rest[0].nbytes)
-            self._rest[0][:count] = rest[:count]
+            copy_bytes(self._rest[0][:count], rest[:count])
             rest = rest[count:]
             self._advance(count)
 

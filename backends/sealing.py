@@ -18,12 +18,7 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from ckptstore.errors import (
-    CorruptObjectError,
-    EncryptionKeyError,
-    MissingDependencyError,
-    WrongKeyError,
-)
+from ckptstore import errors
 from ckptstore.format.encryption import KeyRecord, KeySlot, sealed_text, wrapping_context
 from ckptstore.format.segments import MAGIC, SALT_BYTES, nonce
 
@@ -54,14 +49,14 @@ class UserKey:
     __slots__ = ("_material", "id")
 
     def __init__(self, material: bytes) -> None:
-        self.id = ""
+        self.id: str = ""
         """Says which key it is, and tells nothing of it."""
         if len(material) != KEY_BYTES:
             msg = f"a key has {KEY_BYTES} bytes, not {len(material)}"
-            raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
+            raise errors.EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         if len(set(material)) == 1:
             msg = "a key must not consist of equal bytes"
-            raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
+            raise errors.EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         self._material = bytes(material)
         self.id = _derive(self._material, b"", _ID, 8).hex()
 
@@ -73,8 +68,7 @@ class UserKey:
         return f"<key {self.id}>"
 
     def __reduce__(self) -> NoReturn:
-        msg = f"{self!r} cannot be sent to another process"
-        raise TypeError(msg)
+        raise TypeError(f"{self!r} cannot be sent to another process")
 
 
 class DataKey:
@@ -96,9 +90,8 @@ class DataKey:
 
     def sealer(self, key: str, salt: bytes) -> Sealer:
         """Return the sealer of one object's segments."""
-        return Sealer(
-            _cipher(_derive(self._material, salt, _OBJECT + key.encode(), KEY_BYTES)), key, salt
-        )
+        material = _derive(self._material, salt, _OBJECT + key.encode(), KEY_BYTES)
+        return Sealer(_cipher(material), key, salt)
 
     def wrapped_by(self, cipher: AESGCM, context: bytes) -> bytes:
         """Return the key, wrapped."""
@@ -118,8 +111,8 @@ class Sealer:
 
     def __init__(self, cipher: AESGCM, key: str, salt: bytes) -> None:
         self._cipher = cipher
-        self.key = key
-        self.header = MAGIC + salt
+        self.key: str = key
+        self.header: bytes = MAGIC + salt
         """First bytes of the object."""
 
     def seal(self, index: int, data: Buffer, *, last: bool) -> bytes:
@@ -160,12 +153,11 @@ class Sealer:
         except InvalidTag:
             raise self._refusal(index) from None
 
-    def _refusal(self, index: int) -> CorruptObjectError:
-        msg = (
+    def _refusal(self, index: int) -> errors.CorruptObjectError:
+        return errors.CorruptObjectError(
             f"{self.key} does not decrypt in segment {index}: it was changed or cut off, or is "
             "another object's"
         )
-        return CorruptObjectError(msg)
 
 
 def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:
@@ -179,7 +171,7 @@ def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:
     found = bytes(header)
     if len(found) != len(MAGIC) + SALT_BYTES or not found.startswith(MAGIC):
         msg = f"{where} is not encrypted, though its store is: ckptstore did not write it here"
-        raise CorruptObjectError(msg)
+        raise errors.CorruptObjectError(msg)
     return found[len(MAGIC) :]
 
 
@@ -215,7 +207,7 @@ def unwrap(
     if not slots:
         known = ", ".join(slot.key for slot in record.slots)
         msg = f"{place} is encrypted with another key: it wants {known}, not {user_key.id}"
-        raise WrongKeyError(msg, hint="ckptstore key id --key SPEC says which key one is")
+        raise errors.WrongKeyError(msg, hint="ckptstore key id --key SPEC says which key one is")
     for slot in slots:
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))
         context = wrapping_context(record, user_key.id, sealed=slot.sealed)
@@ -228,10 +220,10 @@ def unwrap(
             continue
         if record.seal and not hmac.compare_digest(found.seal_of(record), record.seal):
             msg = f"{where} was changed, or is another record under this name: its seal is not its"
-            raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+            raise errors.CorruptObjectError(msg, hint="restore keys/ from a backup")
         return found
     msg = f"{where} was changed: its slot of the key {user_key.id} does not open"
-    raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+    raise errors.CorruptObjectError(msg, hint="restore keys/ from a backup")
 
 
 def _derive(material: bytes, salt: bytes, info: bytes, count: int) -> bytes:
@@ -240,7 +232,8 @@ def _derive(material: bytes, salt: bytes, info: bytes, count: int) -> bytes:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError as error:
         msg = f"encryption needs a package that is not installed ({error.name})"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[encryption]'") from error
+        hint = "pip install 'ckptstore[encryption]'"
+        raise errors.MissingDependencyError(msg, hint=hint) from error
     return HKDF(algorithm=SHA256(), length=count, salt=salt or None, info=info).derive(material)
 
 

@@ -30,6 +30,5 @@ class StoppableBackend(WrapperBackend):
     def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
         """Refuse once the backend was stopped."""
         if call != "delete" and self._stopped.is_set():
-            msg = f"the operation on {self.url} was stopped"
-            raise OperationCancelledError(msg)
+            raise OperationCancelledError(f"the operation on {self.url} was stopped")
         return action()

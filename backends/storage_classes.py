@@ -32,7 +32,10 @@ Access: TypeAlias = Literal["readable", "cold", "restoring", "restored"]
 """``readable``: at any time; ``cold``: a restore must be asked for; ``restoring``: one was;
 ``restored``: for some days."""
 
-_NAME = re.compile(r"[A-Z][A-Z0-9_-]{0,63}\Z")
+HOT: Final = "Hot"
+"""Azure's name of the standard class; both names are accepted."""
+
+_NAME = re.compile(r"[A-Z][A-Za-z0-9_-]{0,63}\Z")
 _HOUR: Final = 3600.0
 
 
@@ -48,6 +51,8 @@ class StorageClass:
     tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Ways to restore an object: name to the usual seconds, from and to. Empty for a class that
     can be read at any time."""
+    restored_for_good: bool = False
+    """A restore moves the object to the standard class, where it stays; days have no effect."""
 
     @property
     def is_archive(self) -> bool:
@@ -68,6 +73,8 @@ _FLEXIBLE: Final = {
     "Standard": (3 * _HOUR, 5 * _HOUR),
     "Bulk": (5 * _HOUR, 12 * _HOUR),
 }
+# Published are only the longest times: 15 hours, and an hour for objects below 10 GB.
+_REHYDRATION: Final = {"Standard": (1 * _HOUR, 15 * _HOUR), "High": (0.1 * _HOUR, 1 * _HOUR)}
 _DEEP: Final = {"Standard": (9 * _HOUR, 12 * _HOUR), "Bulk": (24 * _HOUR, 48 * _HOUR)}
 
 # Sources, read in November 2026:
@@ -75,6 +82,8 @@ _DEEP: Final = {"Standard": (9 * _HOUR, 12 * _HOUR), "Bulk": (24 * _HOUR, 48 * _
 #     https://docs.aws.amazon.com/AmazonS3/latest/userguide/restoring-objects-retrieval-options.html
 #     Archived objects are charged for 8 KiB of index and 32 KiB of metadata besides.
 # GCS: https://cloud.google.com/storage/docs/storage-classes
+# Azure: https://learn.microsoft.com/azure/storage/blobs/access-tiers-overview
+#     https://learn.microsoft.com/azure/storage/blobs/archive-rehydrate-overview
 CLASSES: Final[Mapping[str, StorageClass]] = {
     known.name: known
     for known in (
@@ -89,9 +98,12 @@ CLASSES: Final[Mapping[str, StorageClass]] = {
         StorageClass(name="NEARLINE", min_days=30),
         StorageClass(name="COLDLINE", min_days=90),
         StorageClass(name="ARCHIVE", min_days=365),
+        StorageClass(name="Cool", min_days=30),
+        StorageClass(name="Cold", min_days=90),
+        StorageClass(name="Archive", min_days=180, tiers=_REHYDRATION, restored_for_good=True),
     )
 }
-"""By name. Those of S3 and of GCS have different names, but for ``STANDARD``."""
+"""By name. Those of S3, GCS and Azure have different names, but for ``STANDARD``."""
 
 
 def check_class(name: object) -> str:
@@ -109,8 +121,8 @@ def check_class(name: object) -> str:
 
 
 def class_named(name: str) -> StorageClass:
-    """Return the table's entry of a class; empty names and ``STANDARD`` mean the same."""
-    known = CLASSES.get(name or STANDARD)
+    """Return the table's entry of a class; empty names and ``Hot`` mean ``STANDARD``."""
+    known = CLASSES.get(STANDARD if name in {"", HOT} else name)
     return StorageClass(name=name) if known is None else known
 
 
@@ -193,7 +205,6 @@ def check_pack_class(name: object) -> str:
     found = class_named(check_class(str(name)))
     if found.is_archive:
         msg = f"new packs cannot be written in {found.name}: saves and checks read them back"
-        raise InvalidInputError(
-            msg, hint=f"move versions there later: ckptstore archive REF --class {found.name}"
-        )
+        hint = f"move versions there later: ckptstore archive REF --class {found.name}"
+        raise InvalidInputError(msg, hint=hint)
     return found.name

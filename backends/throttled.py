@@ -34,8 +34,7 @@ class ThrottledBackend(WrapperBackend):
     ) -> None:
         super().__init__(inner)
         if bytes_per_s < 0:
-            msg = f"bytes_per_s={bytes_per_s} must not be negative"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"bytes_per_s={bytes_per_s} must not be negative")
         self._bytes_per_s = bytes_per_s
         self._environment = environment
         self._lock = threading.Lock()

@@ -26,7 +26,7 @@ from benchmarks.disk import Workspace
 from benchmarks.host import header
 from benchmarks.measure import Case, Measured, Result, run_cases, say
 from benchmarks.peers import empty_like
-from benchmarks.states import State, StateSpec, flat_tensors, make_state, state_bytes
+from benchmarks.states import State, StateName, StateSpec, flat_tensors, make_state, state_bytes
 from benchmarks.training import stepper
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.throttled import ThrottledBackend
@@ -51,6 +51,7 @@ def run(
     bytes_min: int,
     rounds: int,
     training_steps: int = 120,
+    state_name: StateName = "follows",
     window_s: float = 5.0,
     saves: int = 2,
     tries: int = 10,
@@ -63,6 +64,8 @@ def run(
         The state has at least this many bytes of tensors.
     rounds
         Counted rounds of each case.
+    state_name
+        Of the state; results of another one than ``follows`` get a file of their own.
     window_s
         Seconds that the training runs undisturbed, before and after, in each round.
     saves
@@ -71,12 +74,12 @@ def run(
         Saves for each row of failures.
     """
     peers.quiet()
-    spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps)
+    spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps, name=state_name)
     head = header(space.root)
     say(f"async: making a state of {bytes_min / 1e9:.2f} GB")
     state = make_state(spec)
     result = Result(
-        benchmark="async",
+        benchmark="async" if state_name == "follows" else f"async-{state_name}",
         header=head,
         parameters={
             "state_bytes": state_bytes(state),

@@ -32,12 +32,7 @@ from ckptstore.format import skeleton
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
-from ckptstore.format.pack import (
-    CHUNK_HEADER_BYTES,
-    HEADER_BYTES,
-    INDEX_ROW_BYTES,
-    TRAILER_BYTES,
-)
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, INDEX_ROW_BYTES, TRAILER_BYTES
 from ckptstore.format.skeleton import Node
 from ckptstore.hashing import blake3_hex
 from ckptstore.repo import Finding, create_on, open_on

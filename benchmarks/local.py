@@ -16,7 +16,15 @@ from benchmarks.host import header
 from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
 from benchmarks.peak import peak_of_saves
 from benchmarks.peers import PEERS, TORCH_MMAP, Peer, empty_like, touch
-from benchmarks.states import State, StateSpec, flat_tensors, make_state, same, state_bytes
+from benchmarks.states import (
+    State,
+    StateName,
+    StateSpec,
+    flat_tensors,
+    make_state,
+    same,
+    state_bytes,
+)
 
 __all__ = ["run"]
 
@@ -34,6 +42,7 @@ def run(
     bytes_min: int,
     rounds: int,
     training_steps: int = 120,
+    state_name: StateName = "follows",
     peaks: Sequence[str] = (),
 ) -> Result:
     """Run everything; return the tables ``save``, ``load warm``, ``load cold``, ``row``, ``peak``.
@@ -44,21 +53,24 @@ def run(
         The state has at least this many bytes of tensors.
     rounds
         Counted rounds of each case.
+    state_name
+        Of the state; results of another one than ``follows`` get a file of their own.
     peaks
         Ways to save whose peak memory is measured; all by default.
     """
     peers.quiet()
-    spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps)
+    spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps, name=state_name)
     head = header(space.root)
     say(f"local: making a state of {bytes_min / 1e9:.2f} GB")
     state = make_state(spec)
     size = state_bytes(state)
     tensors = [tensor for _, tensor in flat_tensors(state)]
     result = Result(
-        benchmark="local",
+        benchmark="local" if state_name == "follows" else f"local-{state_name}",
         header=head,
         parameters={
             "state_bytes": size,
+            "state": state_name,
             "tensors": len(tensors),
             "seed": spec.seed,
             "training_steps": spec.training_steps,
@@ -312,10 +324,7 @@ def _rows(state: State, saved: dict[str, Path], space: Workspace, rounds: int) -
 
 
 def _row_case(
-    name: str,
-    folder: Path,
-    read: Callable[[Path, str, int], torch.Tensor],
-    expected: torch.Tensor,
+    name: str, folder: Path, read: Callable[[Path, str, int], torch.Tensor], expected: torch.Tensor
 ) -> Case:
     before = [0]
 

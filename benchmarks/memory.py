@@ -9,21 +9,25 @@ own (anonymous) memory of its writing child is sampled every 5 ms.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from paced_s3 import Pace
 
 import ckptstore
 from benchmarks.disk import Workspace
 from benchmarks.host import header
 from benchmarks.measure import Measured, Result, say
+from benchmarks.paced import paced_server
 from benchmarks.peers import PEERS, empty_like, quiet
 from benchmarks.resident import extra_bytes, mark, resident_bytes
 from benchmarks.states import state_bytes
@@ -34,7 +38,7 @@ __all__ = ["WAYS", "children_peak", "run"]
 _REPO = Path(__file__).resolve().parent.parent
 _RUN = "bench"
 _TENSOR_BYTES = 64 << 20
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
 _SAMPLE_S = 0.005
 
 WAYS = (
@@ -49,6 +53,9 @@ WAYS = (
     "DCP: save",
     "DCP: load into",
 )
+_ON_S3 = ("ckptstore raw, S3: save", "ckptstore raw, S3: load into")
+_SPARE = 6 << 30
+"""Memory of the machine that a state on S3 must leave, for the server's files too."""
 
 
 def run(
@@ -56,6 +63,7 @@ def run(
     *,
     sizes: Sequence[int] = (1 << 30, 2 << 30, 4 << 30),
     ways: Sequence[str] = WAYS,
+    s3_sizes: Sequence[int] = (1 << 30, 4 << 30, 16 << 30),
 ) -> Result:
     """Run every way for every size; return the table ``peak``.
 
@@ -65,6 +73,9 @@ def run(
         Bytes of the states.
     ways
         Names out of :data:`WAYS`.
+    s3_sizes
+        Bytes of the states that are saved to an S3 server without a limit and loaded from it, 64
+        requests at once. Those that the machine has no memory for are left out.
     """
     result = Result(
         benchmark="memory",
@@ -72,16 +83,29 @@ def run(
         parameters={"host_bytes": limits.HOST_BYTES_DEFAULT, "sizes": list(sizes)},
     )
     result.tables["peak"] = [_row(way, size, space) for way in ways for size in sizes]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for size in s3_sizes:
+        if size + _SPARE > memory:
+            say(f"memory: {size / 2**30:.0f} GiB to S3 are left out, the machine has too little")
+            continue
+        folder = space.fresh()
+        with paced_server(Pace(file=str(folder / "bodies"))) as server:
+            around = server.environment
+            result.tables["peak"] += [_row(way, size, space, around) for way in _ON_S3]
+        space.discard(folder)
     return result
 
 
-def _row(way: str, size: int, space: Workspace) -> Measured:
-    """Measure one way and size in a process of its own."""
+def _row(
+    way: str, size: int, space: Workspace, environment: Mapping[str, str] = MappingProxyType({})
+) -> Measured:
+    """Measure one way and size in a process of its own, with these variables set."""
     row = Measured(name=way, logical_bytes=size)
     folder = space.fresh()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", way, str(size), str(folder)],
         cwd=_REPO,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -136,7 +160,7 @@ def _child(way: str, size: int, folder: Path) -> None:
 def _work(who: str, action: str, state: dict[str, Any], folder: Path) -> Callable[[], object]:
     """Return the function to measure, after preparing it."""
     if who.startswith("ckptstore"):
-        return _our_work(who.split()[1], action, state, folder)
+        return _our_work(who.split(" ", 1)[1], action, state, folder)
     peer = next(peer for peer in PEERS if peer.name == who)
     if action == "save":
         return lambda: peer.save(state, folder)
@@ -151,15 +175,17 @@ def _work(who: str, action: str, state: dict[str, Any], folder: Path) -> Callabl
 
 
 def _our_work(codec: str, action: str, state: object, folder: Path) -> Callable[[], object]:
+    codec, _, place = codec.partition(", ")
     verb, _, engine = action.partition(", ")
-    store = ckptstore.open(folder, create=True, codec=codec, engine=engine or "auto")
+    where = f"s3://bench/{os.getpid()}-{folder.name}" if place else folder
+    store = ckptstore.open(where, create=True, codec=codec, engine=engine or "auto")
     run = store.run(_RUN)
     if verb == "save":
         return lambda: run.save(state, step=1)
     if verb == "save_async":
         return lambda: run.save_async(state, step=1).result()
     run.save(state, step=1)
-    target = empty_like(state)
+    target = state if place else empty_like(state)  # the largest fits the memory once
     return lambda: run.load(into=target)
 
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: tables and plots made from the JSON results, between markers.
+"""benchmarks/RESULTS.md: tables and plots made from the JSON results, between markers.
 
 Text outside of the markers is written by hand and stays.
 """
@@ -15,9 +15,11 @@ from benchmarks.sections import (
     background,
     catalog,
     codec,
+    connections,
     models,
     replication,
     resuming,
+    serving,
     sizes,
     storage,
 )
@@ -27,7 +29,7 @@ __all__ = ["sections", "write_page"]
 
 
 def write_page(page: Path, results: Path) -> None:
-    """Rewrite the text between the markers of the page; draw the plots beside it.
+    """Rewrite the text between the markers of the page; draw the plots for the documentation.
 
     Raises
     ------
@@ -35,7 +37,7 @@ def write_page(page: Path, results: Path) -> None:
         A section has no markers in the page.
     """
     text = page.read_text()
-    images = page.parent / "images"
+    images = page.parent.parent / "docs" / "images"
     for name, make in sections().items():
         result = read_result(results, name)
         if result is None:
@@ -43,7 +45,7 @@ def write_page(page: Path, results: Path) -> None:
             text = _replaced(text, name, missing)
             continue
         plots = draw_plots(result, images)
-        links = [f"![{label}](images/{path.name})" for label, path in plots.items()]
+        links = [f"![{label}](../docs/images/{path.name})" for label, path in plots.items()]
         text = _replaced(text, name, "\n\n".join([facts(result), *make(result), *links]))
     page.write_text(text)
 
@@ -53,8 +55,11 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
     return {
         "local": storage.local,
         "s3": storage.s3,
+        "width": connections.width,
+        "sharing": connections.sharing,
         "replicate": replication.replicate,
         "codecs": codec.codecs,
+        "cores": codec.cores,
         "trajectory": sizes.trajectory,
         "rates": sizes.rates,
         "resume": resuming.resume,
@@ -64,6 +69,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "filesystems": storage.filesystems,
         "link": storage.link,
         "encryption": storage.encryption,
+        "serve": serving.serve,
         "failures": background.failures,
         "catalog": catalog.catalog,
         "scale": catalog.scale,

@@ -250,12 +250,7 @@ def _manager_load_into(folder: Path, state: State) -> object:
 
 
 PEERS = (
-    Peer(
-        name="torch.save",
-        save=_torch_save,
-        load=_torch_load,
-        row=_torch_row,
-    ),
+    Peer(name="torch.save", save=_torch_save, load=_torch_load, row=_torch_row),
     Peer(
         name="safetensors",
         save=_safetensors_save,
@@ -267,10 +262,7 @@ PEERS = (
     Peer(name="DCP", save=_dcp_save, load_into=_dcp_load_into, row=_dcp_row),
     Peer(name="DCP + zstd", save=_dcp_save_zstd, load_into=_dcp_load_into),
     Peer(
-        name="torchsnapshot",
-        save=_snapshot_save,
-        load_into=_snapshot_load_into,
-        row=_snapshot_row,
+        name="torchsnapshot", save=_snapshot_save, load_into=_snapshot_load_into, row=_snapshot_row
     ),
     Peer(name="torch_checkpointing", save=_manager_save, load_into=_manager_load_into),
 )

@@ -133,14 +133,18 @@ def packs_of(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("packs/*/*.pack")))
 
 
-def _engines(stack: ExitStack) -> dict[str, Executor | None]:
-    """Return the engines of replication, by name; all are started before any clock."""
+def _processes() -> Executor:
+    """Return a pool of processes, which its first tasks start."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
+    return ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
+
+
+def _engines(stack: ExitStack) -> dict[str, Executor | None]:
+    """Return the engines of replication, by name; all are started before any clock."""
     found: dict[str, Executor | None] = {ENGINES[0]: None}
-    pool = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
-    found[ENGINES[1]] = stack.enter_context(pool)
+    found[ENGINES[1]] = stack.enter_context(_processes())
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
@@ -252,7 +256,7 @@ def _child(source: str, place: str, engine: str) -> None:
 
     from benchmarks.memory import children_peak
 
-    more: dict[str, Any] = {} if engine == "threads" else {"executor": engine, "workers": _WORKERS}
+    more: dict[str, Any] = {} if engine == "threads" else {"executor": _processes()}
     small = Path(source).parent / f"small-{engine}"
     with ckptstore.open(small, create=True) as store:
         store.run(_RUN).save({"w": torch.ones(1000)}, step=1)

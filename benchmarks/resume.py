@@ -38,10 +38,7 @@ __all__ = ["FORMS", "REFUSED", "ResumePlan", "run"]
 _HELD_OUT = 0.1
 """Share of the text, its end, that is never trained on."""
 _WEIGHTS: Encodings = {"model.*": "bf16:rel_l2=0.004"}
-_MOMENTS: Encodings = {
-    "*.exp_avg": "int8:rel_l2=0.02",
-    "*.exp_avg_sq": "dynamic8:rel_l2=0.02",
-}
+_MOMENTS: Encodings = {"*.exp_avg": "int8:rel_l2=0.02", "*.exp_avg_sq": "dynamic8:rel_l2=0.02"}
 _FULL = "full precision"
 REFUSED = "second moments in int8 (refused)"
 FORMS: Mapping[str, Encodings] = {

@@ -1,4 +1,4 @@
-"""The one command: ``python -m benchmarks.run``; runs the suites and rewrites docs/benchmarks.md.
+"""The one command: ``python -m benchmarks.run``; runs suites, rewrites benchmarks/RESULTS.md.
 
 Each suite writes ``benchmarks/results/NAME.json``; the page is made from those files alone, so
 ``python -m benchmarks.run --report-only`` makes it again without measuring.
@@ -26,6 +26,7 @@ __all__ = ["SUITES", "main"]
 SUITES = (
     "local",
     "codecs",
+    "cores",
     "trajectory",
     "rates",
     "resume",
@@ -37,10 +38,13 @@ SUITES = (
     "failures",
     "async",
     "s3",
+    "width",
+    "sharing",
     "replicate",
     "link",
     "filesystems",
     "encryption",
+    "serve",
 )
 _MODULES = {"async": "async_saves"}  # of suites whose name is a keyword
 _MB = 10**6
@@ -90,8 +94,21 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
     steps = {"training_steps": 10} if small else {}
     shrunk = {"shrink": 8} if small else {}
     sizes: dict[str, dict[str, Any]] = {
-        "local": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
+        "local": {
+            "bytes_min": options.size_mb * _MB,
+            "rounds": options.rounds,
+            "state_name": options.state,
+            **steps,
+        },
+        "cores": {"pieces": 8 if small else 64, "rounds": options.rounds},
         "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
+        "width": {
+            "bytes_min": options.size_mb * _MB,
+            "rounds": min(options.rounds, 3),
+            **({"bytes_per_s": 100e6, "slow_s": 0.2} if small else {}),
+            **steps,
+        },
+        "sharing": {"bytes_min": options.size_mb * _MB, "rounds": min(options.rounds, 3), **steps},
         "replicate": {
             "bytes_min": options.s3_size_mb * _MB,
             "rounds": options.rounds,
@@ -100,16 +117,13 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "chunks": 2_000 if small else 250_000,
             **steps,
         },
-        "link": {
-            "bytes_min": options.size_mb * _MB,
-            "rounds": min(options.rounds, 3),
-            **steps,
-        },
+        "link": {"bytes_min": options.size_mb * _MB, "rounds": min(options.rounds, 3), **steps},
         "encryption": {
             "bytes_min": options.size_mb * _MB,
             "rounds": min(options.rounds, 3),
             **steps,
         },
+        "serve": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds},
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},
         "catalog": {
             "versions": 2_000 if small else 100_000,
@@ -131,7 +145,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "resume": {"plan": _SMALL_RESUME if small else ResumePlan()},
         "workloads": {"rounds": min(options.rounds, 3), **shrunk, **steps},
         "weka": {"rounds": min(options.rounds, 2), **shrunk, **steps},
-        "memory": {"sizes": (1 << 22,) if small else (1 << 30, 2 << 30, 4 << 30)},
+        "memory": {"sizes": (1 << 22,), "s3_sizes": (1 << 22,)} if small else {},
         "filesystems": {
             "bytes_min": options.s3_size_mb * _MB,
             "guest_bytes_min": min(options.s3_size_mb, 64) * _MB,
@@ -141,6 +155,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "async": {
             "bytes_min": options.size_mb * _MB,
             "rounds": options.rounds,
+            "state_name": options.state,
             **steps,
             **({"window_s": 0.2, "saves": 1, "tries": 1} if small else {}),
         },
@@ -153,10 +168,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--size-mb", type=int, default=1074, help="local state, in 10^6 bytes")
     parser.add_argument("--s3-size-mb", type=int, default=268, help="state on S3, in 10^6 bytes")
+    parser.add_argument(
+        "--state",
+        choices=("follows", "nearly"),
+        default="follows",
+        help="of local and async: bf16 weights that are their masters, rounded, or a step behind",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds after a warm-up")
     parser.add_argument("--folder", type=Path, help="where to write; its file system is measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    parser.add_argument("--page", type=Path, default=RESULTS.parent.parent / "docs/benchmarks.md")
+    parser.add_argument("--page", type=Path, default=RESULTS.parent / "RESULTS.md")
     parser.add_argument("--no-page", dest="page", action="store_const", const=None)
     parser.add_argument("--report-only", action="store_true", help="make the page again")
     return parser

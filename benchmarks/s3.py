@@ -39,12 +39,7 @@ def run(
 
 
 def _measure(
-    space: Workspace,
-    bucket: Bucket,
-    server: str,
-    bytes_min: int,
-    rounds: int,
-    training_steps: int,
+    space: Workspace, bucket: Bucket, server: str, bytes_min: int, rounds: int, training_steps: int
 ) -> Result:
     spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps)
     head = header(space.root)

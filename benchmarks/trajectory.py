@@ -31,11 +31,7 @@ __all__ = ["run"]
 
 
 def run(
-    space: Workspace,
-    *,
-    plan: Plan | None = None,
-    loads: int = 4,
-    only: Sequence[str] = (),
+    space: Workspace, *, plan: Plan | None = None, loads: int = 4, only: Sequence[str] = ()
 ) -> Result:
     """Run everything; return two tables, ``save: NAME`` and ``load: NAME``, for each trajectory.
 

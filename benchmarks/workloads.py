@@ -191,12 +191,7 @@ def store_load(folder: Path, target: State) -> object:
 
 
 def load_case(
-    name: str,
-    load: Callable[[Path], object],
-    folder: Path,
-    state: State,
-    *,
-    cold: bool = False,
+    name: str, load: Callable[[Path], object], folder: Path, state: State, *, cold: bool = False
 ) -> Case:
     """Return the case of a load, compared once with the saved state."""
     before: list[int] = []

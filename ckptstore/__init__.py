@@ -1,7 +1,15 @@
 """ckptstore: a content-addressed, verified checkpoint store for deep learning.
 
-Names are loaded on first use, so that ``import ckptstore`` and the command line start quickly and
-do not import torch.
+::
+
+    store = ckptstore.open("ckpts", create=True)  # a path, s3://bucket/ckpts, gs://..., az://...
+    run = store.run("gpt", metrics={"val_loss": "min"})
+    run.save({"model": model.state_dict()}, step=100, metrics={"val_loss": 2.3})
+    state = run.load("best:val_loss")  # or "latest", a step, a tag
+
+Errors are in :mod:`ckptstore.errors`, types of results in :mod:`ckptstore.reports`, and files of
+other programs in :mod:`ckptstore.integrations.files`. Names are loaded on first use, so that
+``import ckptstore`` does not import torch.
 """
 
 from __future__ import annotations
@@ -9,50 +17,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptstore.errors import CkptStoreError, StorageError
+from ckptstore.errors import CkptStoreError, StorageError, UnknownNameError
 
 if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.events import Progress
     from ckptstore.model import Receipt, ReplicaInfo, RoleBytes, RunInfo, Version
+    from ckptstore.resuming.comparison import ResumeReport
+    from ckptstore.resuming.witness import Witness
     from ckptstore.saver.pending import PendingSave
     from ckptstore.states.lazy import LazyTensor, LazyVersion
     from ckptstore.store import Run, Store, mend_keys, mend_superblock, rotate_key
     from ckptstore.store import open_store as open
     from ckptstore.tensors.adapters import TypeAdapter
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
-    "CkptStoreError",
-    "DivergenceGuard",
-    "EarlyStopping",
-    "Encoding",
-    "LazyTensor",
-    "LazyVersion",
-    "PendingSave",
-    "Progress",
-    "Receipt",
-    "ReplicaInfo",
-    "RoleBytes",
-    "Run",
-    "RunInfo",
-    "StorageError",
-    "Store",
-    "TypeAdapter",
-    "Version",
-    "mend_keys",
-    "mend_superblock",
-    "open",
-    "rotate_key",
-]
+    "CkptStoreError", "DivergenceGuard", "EarlyStopping", "Encoding", "LazyTensor",
+    "LazyVersion", "PendingSave", "Progress", "Receipt", "ReplicaInfo", "ResumeReport",
+    "RoleBytes", "Run", "RunInfo", "StorageError", "Store", "TypeAdapter", "Version", "Witness",
+    "mend_keys", "mend_superblock", "open", "rotate_key",
+]  # fmt: skip
 
 _MODULES = {
     "ckptstore.catalog.early_stopping": ("DivergenceGuard", "EarlyStopping"),
     "ckptstore.encodings.encoding": ("Encoding",),
     "ckptstore.events": ("Progress",),
     "ckptstore.model": ("Receipt", "ReplicaInfo", "RoleBytes", "RunInfo", "Version"),
+    "ckptstore.resuming.comparison": ("ResumeReport",),
+    "ckptstore.resuming.witness": ("Witness",),
     "ckptstore.saver.pending": ("PendingSave",),
     "ckptstore.states.lazy": ("LazyTensor", "LazyVersion"),
     "ckptstore.store": ("Run", "Store", "mend_keys", "mend_superblock", "open", "rotate_key"),
@@ -68,7 +63,11 @@ if not TYPE_CHECKING:  # so that type checkers still report misspelled names
             attribute = "open_store" if name == "open" else name
             return getattr(importlib.import_module(_LAZY[name]), attribute)
         msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+        if name.startswith("_"):
+            raise AttributeError(msg)
+        from ckptstore.suggestions import meant
+
+        raise UnknownNameError(msg, hint=meant("ckptstore", name, __all__))
 
 
 def __dir__() -> list[str]:

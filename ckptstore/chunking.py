@@ -6,7 +6,7 @@ rows shared when others change or when rows are appended (embeddings, vocabulari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -54,3 +54,8 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> I
         filled += size
     if batch:
         yield batch
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Return the items in order, at most `size` of them at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.reading import wait_until
 from ckptstore.config import Environment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CondemnedError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    TransientStorageError,
-)
 from ckptstore.format.keys import pack_id
 
 T = TypeVar("T")
@@ -58,21 +50,46 @@ def put_once(
         cause: Exception
         try:
             write(key, data)
-        except (ObjectExistsError, AmbiguousWriteError, TransientStorageError) as error:
+        except (
+            errors.ObjectExistsError,
+            errors.AmbiguousWriteError,
+            errors.TransientStorageError,
+        ) as error:
             cause = error
         else:
             return data
-        taken = isinstance(cause, ObjectExistsError)
+        taken = isinstance(cause, errors.ObjectExistsError)
         try:
             if wait_until(backend, environment, is_listed) if taken else is_listed():
                 return backend.get(key, bytes_max=bytes_max)
-        except ObjectNotFoundError as error:  # a listing from a cache: nothing is stored
+        except errors.ObjectNotFoundError as error:  # a listing from a cache: nothing is stored
             cause = error
-        except StorageError as error:
-            raise AmbiguousWriteError(f"{msg}: {error.message}", hint="do it again") from error
+        except errors.StorageError as error:
+            msg = f"{msg}: {error.message}"
+            raise errors.AmbiguousWriteError(msg, hint="do it again") from error
         if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
-            raise AmbiguousWriteError(msg, hint="do it again") from cause
+            raise errors.AmbiguousWriteError(msg, hint="do it again") from cause
     raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+def on_reserve(backend: Backend, write: Callable[[], T]) -> T:
+    """Return ``write()``, on a full storage called once more with the room kept for this.
+
+    For writes that lead to deletions. What is left of the room is kept again afterwards.
+
+    Raises
+    ------
+    StorageFullError
+        The storage is full all the same: the room was too small, or another process took it.
+    """
+    try:
+        return write()
+    except errors.StorageFullError:
+        backend.drop_reserve()  # if another process has just done so, there is room as well
+    try:
+        return write()
+    finally:
+        backend.keep_reserve(whole=False)
 
 
 def commit_retrying(attempt: Callable[[set[str]], T]) -> T:
@@ -99,6 +116,6 @@ def commit_retrying(attempt: Callable[[set[str]], T]) -> T:
     for _ in range(limits.CONDEMNED_TRIES_MAX - 1):
         try:
             return attempt(condemned)
-        except CondemnedError as error:
+        except errors.CondemnedError as error:
             condemned.update(pack for key in error.keys if (pack := pack_id(key)))
     return attempt(condemned)

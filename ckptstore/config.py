@@ -102,6 +102,16 @@ def _memory_limits() -> Iterator[Path]:
             )
 
 
+def variable(*names: str) -> str:
+    """Return the first of these environment variables that is set; empty if none is."""
+    return next(filter(None, map(os.environ.get, names)), "")
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set an environment variable of this process."""
+    os.environ[name] = value
+
+
 def writer_identity() -> str:
     """Return the writer's name in the log, for its readers: ``user@host pid``."""
     try:
@@ -131,8 +141,7 @@ def check_choice(choice: str) -> CodecChoice:
     for known in CODEC_CHOICES:
         if choice == known:
             return known
-    msg = f"unknown codec {choice!r}"
-    raise InvalidInputError(msg, hint="one of " + ", ".join(CODEC_CHOICES))
+    raise InvalidInputError(f"unknown codec {choice!r}", hint="one of " + ", ".join(CODEC_CHOICES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,19 +174,44 @@ class Options:
     """Host memory for staged states, in bytes; None for a share of the process's memory."""
     in_flight: int = limits.IN_FLIGHT_DEFAULT
     """Saves in the background that are not yet durable."""
+    cache_folder: str | os.PathLike[str] = field(
+        default_factory=lambda: variable("CKPTSTORE_CACHE")
+    )
+    """Folder for blocks of this store, which loads of all processes of this host share; empty for
+    none."""
+    cache_bytes: int = limits.CACHE_BYTES_DEFAULT
+    """Bytes of all blocks in that folder, at most."""
 
     def __post_init__(self) -> None:
         """Check each option before any is used."""
         check_choice(self.codec)
         if self.engine not in ENGINES:
-            msg = f"engine is one of {', '.join(ENGINES)}, not {self.engine!r}"
-            raise InvalidInputError(msg)
-        for name in ("host_bytes", "workers", "staging_bytes", "in_flight"):
+            raise InvalidInputError(f"engine is one of {', '.join(ENGINES)}, not {self.engine!r}")
+        for name in ("host_bytes", "workers", "staging_bytes", "in_flight", "cache_bytes"):
             value = getattr(self, name)
             if value is not None or name != "staging_bytes":
                 object.__setattr__(self, name, _positive(name, value))
+        if self.cache_folder != "":
+            cache_path(self.cache_folder)
         if self.base_bytes != 0:
             object.__setattr__(self, "base_bytes", _positive("base_bytes", self.base_bytes))
+
+
+CACHE_HINT: Final = "give /dev/shm/ckptstore in cache_folder, --cache or CKPTSTORE_CACHE"
+
+
+def cache_path(folder: object) -> Path:
+    """Return a folder for a cache as an absolute path.
+
+    Raises
+    ------
+    InvalidInputError
+        It is no path, or a URL.
+    """
+    if not isinstance(folder, str | os.PathLike) or "://" in str(folder):
+        msg = f"the folder of the cache is a path on this host, not {folder!r:.80}"
+        raise InvalidInputError(msg, hint=CACHE_HINT)
+    return Path(folder).expanduser().absolute()
 
 
 def _positive(name: str, value: object) -> int:
@@ -188,5 +222,5 @@ def _positive(name: str, value: object) -> int:
         number = 0
     if number < 1:
         msg = f"{name} is an integer from 1 on, not {value!r}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(msg, hint=f"leave {name} out for its default")
     return number

@@ -12,7 +12,8 @@
     |   |-- EncryptionKeyError          the key is invalid, or the store is not encrypted
     |   |   |-- MissingKeyError         the store is encrypted, and no key was given
     |   |   `-- WrongKeyError           the store is encrypted with another key
-    |   `-- TensorIndexError (IndexError)  the index is outside the tensor, or unsupported
+    |   |-- TensorIndexError (IndexError)  the index is outside the tensor, or unsupported
+    |   `-- UnknownNameError (AttributeError)  the object has no attribute of this name
     |-- NotFoundError (LookupError)     the named object does not exist
     |   |-- StoreNotFoundError
     |   |-- RunNotFoundError
@@ -44,7 +45,8 @@
     |   |-- ColdObjectError             the data is in an archive class: restore it first (thaw)
     |   |-- NotReplicatedError          a replica does not hold a version yet
     |   |-- SaverDiedError              the process of a background save died
-    |   |-- WorkerDiedError             workers died repeatedly, or none is left
+    |   |-- WorkerDiedError             workers died, or none is left
+    |   |-- RankFailedError             a rank that takes part in a shared load failed, or is gone
     |   `-- MissingDependencyError      the backend needs a package that is not installed
     `-- OperationCancelledError         the caller cancelled the operation
 
@@ -151,6 +153,12 @@ class TensorIndexError(InvalidInputError, IndexError):
     """The index is outside a stored tensor, or of an unsupported kind."""
 
     kind = "tensor_index"
+
+
+class UnknownNameError(InvalidInputError, AttributeError):
+    """The object has no attribute of this name; the hint names the one that was probably meant."""
+
+    kind = "unknown_name"
 
 
 class NotFoundError(CkptStoreError, LookupError):
@@ -313,9 +321,16 @@ class StorageError(CkptStoreError, OSError):
 
 
 class TransientStorageError(StorageError):
-    """A temporary failure (timeout, reset, 503) that outlasted all retries."""
+    """A temporary failure (timeout, reset, 503) that outlasted all retries.
+
+    Attributes
+    ----------
+    slow_down
+        Whether the storage asked for fewer requests (429, 503).
+    """
 
     kind = "storage_transient"
+    slow_down = False
 
 
 class StorageFullError(StorageError):
@@ -360,9 +375,19 @@ class SaverDiedError(StorageError):
 
 
 class WorkerDiedError(StorageError):
-    """Workers died repeatedly, or none is left; finished tasks keep their effect."""
+    """Workers died, or none is left; finished tasks keep their effect."""
 
     kind = "worker_died"
+
+
+class RankFailedError(StorageError):
+    """A rank that takes part in a shared load failed, or is gone; the message names it.
+
+    A rank that fails with an error of ckptstore makes the others raise an error of the same class
+    instead, whose message begins with the rank.
+    """
+
+    kind = "rank_failed"
 
 
 class MissingDependencyError(StorageError):

@@ -14,14 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 __all__ = [
-    "Events",
-    "Observer",
-    "Progress",
-    "ProgressCallback",
-    "SaveEvent",
-    "SaveEventKind",
+    "Events", "Observer", "Progress", "ProgressCallback", "SaveEvent", "SaveEventKind",
     "silent",
-]
+]  # fmt: skip
 
 _log: Final = logging.getLogger("ckptstore.saves")
 
@@ -50,6 +45,7 @@ def silent(_: Progress) -> None:
 
 
 SaveEventKind = Literal["staged", "durable", "replicated", "failed", "cancelled", "skipped"]
+"""Kinds of events of a save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
 from ckptstore.catalog.reading import wait_until
+from ckptstore.catalog.unlisted import key_records
 from ckptstore.committing import put_once
 from ckptstore.config import SYSTEM, Environment, writer_identity
 from ckptstore.errors import (
@@ -115,11 +116,6 @@ def missing_key(url: str) -> MissingKeyError:
     return MissingKeyError(msg, hint=hint)
 
 
-def has_keys(backend: Backend) -> bool:
-    """Return whether any record of keys exists."""
-    return any(key_record_number(info.key) for info in backend.list(KEYS_PREFIX))
-
-
 def newest_record(backend: Backend) -> KeyRecord:
     """Return the record with the highest number, which counts.
 
@@ -145,6 +141,8 @@ def newest_record(backend: Backend) -> KeyRecord:
 
 def record_numbers(backend: Backend) -> list[int]:
     """Return the numbers of the existing records."""
+    if not backend.capabilities.lists:
+        return key_records(backend)
     return [number for info in backend.list(KEYS_PREFIX) if (number := key_record_number(info.key))]
 
 
@@ -225,7 +223,7 @@ def create_keys(
     WrongKeyError
         Another creator was first, with another key.
     """
-    if has_keys(backend):
+    if record_numbers(backend):
         return open_keys(backend, user_key)
     data_key = DataKey(bytes.fromhex(environment.random_hex(32)))
     now_ms = environment.now_ms()

@@ -2,7 +2,7 @@
 
 Bytes are powers of two. A name ends in its unit. A limit (``_MAX``) bounds the input that is
 accepted from storage, which is treated as hostile; a default can be set by the user.
-Sources: "measured" means by ``benchmarks/`` on the machine that docs/benchmarks.md names.
+Sources: "measured" means by ``benchmarks/`` on the machine that benchmarks/RESULTS.md names.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ CHUNK_BYTES_DEFAULT: Final = 4 * MIB
 # Smallest and largest chunk size that a store may be created with. Source: below 64 KiB the
 # 64-byte chunk header and the 57-byte table row pass 0.2%; above, see CHUNK_RAW_BYTES_MAX.
 CHUNK_BYTES_MIN: Final = 64 * KIB
-# Largest chunk, decoded, that a reader accepts. Source: bounds the memory that one hostile
-# header can request.
+# Largest chunk, decoded, that a reader accepts. Source: bounds what a hostile header can ask for.
 CHUNK_RAW_BYTES_MAX: Final = 64 * MIB
-# Largest encoded chunk. Source: a codec may expand only by its own framing, never by more than
-# this.
+# Largest encoded chunk. Source: a codec expands only by its framing, at most this much.
 CHUNK_STORED_BYTES_MAX: Final = CHUNK_RAW_BYTES_MAX + 64 * KIB
 # Tensors below this share a chunk (a slab). Source: at 64 KiB the header and table row of a
 # separate chunk cost 0.2%; below, they would cost more than 100 bytes a tensor.
@@ -40,8 +38,7 @@ PACKS_OF_A_WRITE: Final = 12
 PACK_BYTES_MIN: Final = 16 * MIB
 # There, the first pack of a stream has this size, each next one twice as much. Source: as above.
 PACK_BYTES_FIRST: Final = 8 * MIB
-# There, at most this many packs are unfinished at once, each small enough that all fit in memory.
-# Source: docs/design/0014.
+# There, so many packs at least are unfinished at once if they fit. Source: docs/design/0014, 0025.
 PACKS_AT_ONCE: Final = 6
 # Packs of copied chunks may be larger: this many are in memory. Source: as above; such a pack is
 # soon full, and copies should have few packs.
@@ -55,9 +52,22 @@ DERIVED_BYTES_MIN: Final = 1 * KIB
 
 # --- memory -----------------------------------------------------------------------------------
 
-# Host memory that one save or load may hold for chunks in flight. Source: a save may
-# take 400 MiB at its peak in all; leaves room for six packs of 34 MiB on object stores.
-HOST_BYTES_DEFAULT: Final = 256 * MIB
+# Host memory that one save or load may hold for chunks in flight. Source: docs/design/0025.
+HOST_BYTES_DEFAULT: Final = 512 * MIB
+# A message of a rank in a load by many ranks. Source: holds an error of 1,800 characters.
+RANK_MESSAGE_BYTES: Final = 8 * KIB
+FILE_PART_BYTES: Final = 64 * MIB  # Held by a stream. Source: a pack; HOST_BYTES_DEFAULT has 8.
+# Blocks of a host's cache; bytes of all; part of its file system that stays free, at most so much.
+# Source: a request touches 1-2 in vain; a model of 1.3 billion parameters; /dev/shm is also NCCL's.
+CACHE_BLOCK_BYTES: Final = 1 * MIB
+CACHE_BYTES_DEFAULT: Final = 16 * GIB
+CACHE_FREE_PART: Final = 8
+CACHE_FREE_BYTES: Final = 8 * GIB
+# Seconds for which a process waits for another's block; between looks (later 16 times as many); and
+# for which what was there counts as there. Source: 1 s a block at 1 MB/s; less than any grace.
+CACHE_WAIT_S: Final = 30.0
+CACHE_POLL_S: Final = 0.003
+CACHE_STAT_S: Final = 10.0
 # Host memory that a store keeps between saves for the base pieces of deltas. Source: a store
 # used with codec delta may hold as much between saves as during one; pieces beyond it
 # are read again, one range of 4 MiB a piece.
@@ -73,7 +83,7 @@ WORKERS_MAX: Final = 8
 PACE_BYTES_MIN: Final = 64 * MIB
 # Bytes a second of one thread, assumed before any save was measured: copy and hash; encode too.
 # Source: BLAKE3 at 5.3 GB/s behind a copy at 10 GB/s, and a compressed save of 1.16 GB/s with two
-# threads, both halves of one core, on the machine of docs/benchmarks.md.
+# threads, both halves of one core, on the machine of benchmarks/RESULTS.md.
 PACE_HASH_BYTES_PER_S: Final = 2_200_000_000
 PACE_ENCODE_BYTES_PER_S: Final = 600_000_000
 # Stored share of a compressed save, before one was measured. Source: mixed precision with Adam.
@@ -146,8 +156,7 @@ WRITE_BACK_EXIT_S: Final = 10.0
 
 # store.json. Source: a probe report is under 4 KiB; 16x is slack.
 SUPERBLOCK_BYTES_MAX: Final = 64 * KIB
-# One commit. Source: a save with 64 metrics and 16 KiB of metadata is under 32 KiB; a condemn of
-# 10,000 names is under 1 MiB.
+# One commit. Source: a save with 64 metrics is under 32 KiB; a condemn of 10,000 names under 1 MiB.
 COMMIT_BYTES_MAX: Final = 4 * MIB
 # Operations in one commit. Source: create-run, save and a few tags travel together.
 COMMIT_OPS_MAX: Final = 1024
@@ -178,8 +187,7 @@ COMMIT_NUMBER_MAX: Final = 10**9 - 1
 # Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so
 # 2.5 MB of COMMIT_BYTES_MAX, and two operations in three stay free in COMMIT_OPS_MAX.
 RELOCATES_PER_COMMIT: Final = 256
-# The same where weights are rounded. Source: the loss in a crash: 16 versions of 1 GB are some
-# minutes of reading and writing.
+# The same where weights are rounded. Source: 16 versions of 1 GB, lost in a crash, take minutes.
 ROUNDED_PER_COMMIT: Final = 16
 # Level at which records (manifests, snapshots) are compressed. Source: zstd's own default.
 RECORD_ZSTD_LEVEL: Final = 3
@@ -244,8 +252,7 @@ INLINE_BYTES_MAX: Final = 4 * KIB
 # Pairs of views of one storage that are tested for true overlap. Source: 2 us each (measured), so
 # 20 ms at most; beyond it views with overlapping extents count as sharing memory, which is safe.
 ALIAS_PAIRS_MAX: Final = 10_000
-# Integers beyond 64 bits are written in decimal up to this many digits. Source: CPython's own
-# limit for int <-> str (sys.int_info.default_max_str_digits).
+# Digits of integers beyond 64 bits. Source: CPython's own limit, default_max_str_digits.
 INT_DIGITS_MAX: Final = 4300
 
 # --- names ------------------------------------------------------------------------------------
@@ -287,9 +294,10 @@ SNAPSHOT_TRIES_MAX: Final = 4
 SNAPSHOT_LEFT_COMMITS: Final = 3
 # A catalog snapshot as stored. Source: half of it is random ids and digests, which do not compress.
 SNAPSHOT_STORED_BYTES_MAX: Final = 1 * GIB
-# Snapshots kept; they are caches, which can be made again. Source: one spare if the newest is
-# damaged.
+# Snapshots kept, which are caches. Source: one spare if the newest is damaged.
 SNAPSHOTS_KEPT: Final = 2
+# A reference record, stored or decompressed. Source: 53 bytes a version and its pack.
+REFERENCES_BYTES_MAX: Final = 256 * MIB
 # Seconds that a commit tries numbers before it gives up. Source: 8 writers x 25 saves on one
 # store need seconds; a minute of contention means a thousand writers.
 COMMIT_WAIT_S: Final = 300.0
@@ -319,8 +327,7 @@ CONDEMNED_TRIES_MAX: Final = 8
 
 # --- collection -------------------------------------------------------------------------------
 
-# Seconds that condemned objects stay for their readers. Source: a load of 1 TB at 500 MB/s
-# takes 35 minutes.
+# Seconds that condemned objects stay for readers. Source: 1 TB at 500 MB/s takes 35 minutes.
 GC_GRACE_S: Final = 3600.0
 # Age, by the storage's clock, below which objects that no commit names are left alone. Source:
 # the slowest save seen in published figures takes minutes; a stalled one gets a day. A shorter time
@@ -330,8 +337,7 @@ GC_ORPHAN_AGE_S: Final = 86_400.0
 # object, it cannot be removed under its writer without failing that save. Source: after an hour
 # without a write every retry here has given up.
 GC_LEFTOVER_AGE_MIN_S: Final = 3600.0
-# A pack is rewritten when less than this share of it is live. Source: at a half, each byte
-# copied frees at least one.
+# A pack is rewritten below this live share. Source: at a half, each byte copied frees one or more.
 GC_REPACK_BELOW: Final = 0.5
 # Live bytes that a repack copies before it commits. Source: the loss in a crash; 64 GiB are some
 # minutes of copying, and one rewrite of each manifest concerned.
@@ -415,8 +421,7 @@ ENCRYPTED_BUFFERS_KEPT: Final = 4
 # HEADER_READ_BYTES besides, 18 MiB on object stores. Source: HOST_BYTES_DEFAULT allows 8 threads
 # for requests of 16 MiB, which hold 134 MiB, and 16 for those of 8 MiB; more wait for their turn.
 ENCRYPTED_READS_MAX: Final = 16
-# Offset in an object up to which a first read begins at its header. Source: as much as a request's
-# latency.
+# Offset up to which a first read begins at the header. Source: as much as a request's latency.
 HEADER_READ_BYTES: Final = 1 * MIB
 # A record of keys. Source: 16 slots of 300 bytes are 5 KiB.
 KEY_RECORD_BYTES_MAX: Final = 64 * KIB
@@ -429,8 +434,7 @@ KEY_COMMAND_S: Final = 60.0
 # Times that the newest record of keys is looked up while others rotate. Source: each try means that
 # a rotation, started by hand, came between a listing and a read.
 KEY_TRIES_MAX: Final = 8
-# Records of keys that `key mend` searches for the one that counts. Source: 256 MiB at
-# most; a rotation leaves one.
+# Records of keys that `key mend` searches. Source: 256 MiB at most; a rotation leaves one.
 KEY_RECORDS_MAX: Final = 4096
 
 # --- storage classes ---------------------------------------------------------------------------
@@ -464,8 +468,7 @@ RETRY_TRIES: Final = 8
 RETRY_BASE_S: Final = 0.1
 RETRY_CAP_S: Final = 20.0
 # Tries to open a file that is listed but cannot be opened (ESTALE, stale ENOENT), and the first
-# wait, which doubles. Source: GlusterFS serves stale entries for up to 1.03 s (measured);
-# 7 tries wait 1.3 s in all.
+# wait, which doubles. Source: GlusterFS serves stale entries for up to 1.03 s; 7 tries wait 1.3 s.
 STALE_TRIES: Final = 7
 STALE_WAIT_S: Final = 0.02
 
@@ -477,10 +480,13 @@ STALE_WAIT_S: Final = 0.02
 WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
 WRITEBACK_LAG_BYTES: Final = 32 * MIB
 
+# Room that a store keeps on a disk, for the commits that free it once it is full. Source: measured
+# (docs/design/0004): ext4, btrfs and tmpfs need 8 KiB for a deletion and its collection, xfs 256.
+RESERVE_BYTES: Final = 256 * KIB
+
 # --- files of other formats -------------------------------------------------------------------
 
-# Header of a safetensors file. Source: the safetensors library refuses a larger one
-# (MAX_HEADER_SIZE).
+# Header of a safetensors file. Source: MAX_HEADER_SIZE of the safetensors library.
 SAFETENSORS_HEADER_BYTES_MAX: Final = 100_000_000
 # Memory for tensors on their way to an exported file. Source: 16 chunks of the default size, enough
 # to keep 16 requests of an object store in flight.
@@ -509,9 +515,6 @@ PRETRAINED_BYTES_MAX: Final = 256 * MIB
 # Tasks that are submitted for each one that runs. Source: the next one waits at its worker when one
 # ends, so that a round trip to a scheduler (milliseconds) costs nothing; more would only wait.
 ENGINE_AHEAD: Final = 2
-# Tries of a task whose worker died. Source: Dask's allowed-failures is 3 deaths; a task that took
-# three processes with it will take a fourth.
-TASK_TRIES_MAX: Final = 3
 # A pickled task. Source: one chunk of a pack takes 100 bytes, and a pack of 4 GiB has 65,536
 # chunks of the smallest size: 7 MB; 8x is slack, and far under what a scheduler takes.
 ENGINE_TASK_BYTES_MAX: Final = 64 * MIB
@@ -525,8 +528,7 @@ ENGINE_SHARED_MAX: Final = 8
 # Seconds between checks for workers while a caller waits for tasks. Source: a scheduler
 # answers in milliseconds; this costs nothing.
 ENGINE_LOOK_S: Final = 5.0
-# Seconds without any worker before giving up. Source: Dask's nanny restarts a worker in seconds, a
-# batch system in a minute.
+# Seconds without any worker before giving up. Source: batch systems restart one in a minute.
 ENGINE_WORKERS_WAIT_S: Final = 120.0
 
 # --- object stores ----------------------------------------------------------------------------
@@ -538,17 +540,39 @@ READ_TIMEOUT_S: Final = 60.0
 # Largest object that S3 copies, and so moves to another storage class, in one request. Source: the
 # reference of CopyObject. PACK_BYTES_MAX is below.
 S3_COPY_BYTES_MAX: Final = 5 * GIB
+# Largest object that Azure takes in one Put Blob. Source: the reference of that operation, for API
+# versions from 2019-12-12 on. PACK_BYTES_MAX is below.
+AZURE_PUT_BYTES_MAX: Final = 5000 * MIB
 # Objects in one page of a listing. Source: the most that S3 and GCS give.
 LIST_PAGE_OBJECTS: Final = 1000
-# Connections of one process to one store. Source: twice the requests in flight of a save and a
-# load.
-CONNECTIONS_MAX: Final = 32
+# Connections that a process keeps to a store. Source: more than twice those of a save or load.
+CONNECTIONS_MAX: Final = 160
+# Requests at once to an object store. Source: AWS's guide, 85-90 MB/s each: 64 fill 40 Gbit/s.
+REQUESTS_AT_ONCE_MAX: Final = 64
+# Part of an upload; most in memory. Source: AWS's guide, 8-16 MB; within HOST_BYTES_DEFAULT.
+PART_BYTES: Final = 8 * MIB
+PARTS_HELD_MAX: Final = 60
 # Bytes of an answer that are read from the socket at a time. Source: large enough that Python's
 # share is small, small enough to stay in the processor's cache.
 STREAM_BYTES: Final = 1 * MIB
-# Body of a PUT below which it is always signed with its SHA-256. Source: 1 ms of two processors'
-# time; above, a pack (docs/design/0014).
+# Body of a PUT below which it is always signed with its SHA-256. Source: docs/design/0014.
 SIGNED_BODY_BYTES_MAX: Final = 1 * MIB
+
+# --- web servers -----------------------------------------------------------------------------
+
+# Redirects that one request follows. Source: a host name, a scheme and a signed place make three.
+REDIRECTS_MAX: Final = 5
+# Bytes a second below which an answer is given up, after READ_TIMEOUT_S. Source: a modem's rate.
+WEB_BYTES_PER_S_MIN: Final = 4 * KIB
+# published.json. Source: numbers of 300 bytes; 16x is slack.
+PUBLISHED_BYTES_MAX: Final = 4 * KIB
+# Commits after the newest snapshot that are read where commits cannot be listed. Source: snapshots
+# are at most log / 500 apart; a server that answers for any name must not fill the memory.
+UNLISTED_COMMITS_MAX: Final = 1_000_000
+# Numbers of key records looked up where none are listed. Source: a published store names its own.
+UNLISTED_KEYS_MAX: Final = 16
+# Versions in the page of a published store, the newest. Source: 300 bytes each, 300 KB in all.
+PAGE_VERSIONS_MAX: Final = 1000
 
 # --- probe ------------------------------------------------------------------------------------
 
@@ -556,14 +580,16 @@ SIGNED_BODY_BYTES_MAX: Final = 1 * MIB
 # (measured: 20 of 20); fsspec's local files, which check first and then write, let two win in about
 # one round of six, so storage that makes no claim is raced for longer, at most so many rounds.
 # Many creators find more than many rounds: of servers that write 0.2 ms after they look, 99 % were
-# found by 4 rounds of 16 and by 10 of 8, 90 % by 8 of 6 (measured, arrivals 5 ms apart).
+# found by 4 rounds of 16 and by 10 of 8, 90 % by 8 of 6 (measured, arrivals spread over 5 ms).
 PROBE_CREATORS: Final = 16
 PROBE_ROUNDS: Final = 4
 PROBE_ROUNDS_MAX: Final = 200
 PROBE_RACE_S: Final = 0.25
-# Objects that are written and read at once, and listed. Source: as many as give a median; with the
-# race about a hundred requests, a second or two on S3.
+# Objects written and read at once, and listed. Source: a median; a second or two on S3 in all.
 PROBE_OBJECTS: Final = 4
+# Seconds without any answer after which a probe gives up. Source: all retries of one call take 51 s
+# at most; 16 creators wait for each other's turns.
+PROBE_SILENCE_S: Final = 180.0
 # Bytes that doctor writes and reads to measure throughput. Source: one pack of an object store.
 MEASURE_BYTES: Final = 64 * MIB
 # The most that a user may set: a typing error must not fill a disk. Source: no cache of a server

@@ -35,16 +35,26 @@ class Manifests:
         Source of random names.
     base_bytes
         Memory for the bases of deltas.
+    load_backend
+        Where loads read; the storage itself, or a cache before it.
     """
 
-    def __init__(self, backend: Backend, environment: Environment, *, base_bytes: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        environment: Environment,
+        *,
+        base_bytes: int,
+        load_backend: Backend | None = None,
+    ) -> None:
         self._backend = backend
+        self._load_backend = load_backend or backend
         self._environment = environment
         self._lock = threading.Lock()
         self._kept_max = _KEPT
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
         self._proved: dict[str, frozenset[int]] = {}
-        self.keyframes = Keyframes(base_bytes)
+        self.keyframes: Keyframes = Keyframes(base_bytes)
         """Bases in memory, which saves with the codec ``delta`` take differences to."""
 
     @contextmanager
@@ -91,7 +101,15 @@ class Manifests:
             if version.manifest_digest in self._kept:
                 self._kept.move_to_end(version.manifest_digest)
                 return self._kept[version.manifest_digest]
-        return self.read(version)
+        try:
+            manifest = read_manifest(self._load_backend, version)
+        except CorruptObjectError:
+            past = self._load_backend.past_caches()
+            if past is self._load_backend:
+                raise
+            manifest = read_manifest(past, version)
+        self.keep(version.manifest_digest, manifest)
+        return manifest
 
     def read(self, version: Version) -> Manifest:
         """Return the manifest as it lies there now; as :meth:`load`.
@@ -141,8 +159,7 @@ def read_manifest(backend: Backend, version: Version) -> Manifest:
     try:
         data = backend.get(key, bytes_max=version.manifest_bytes)
     except ObjectNotFoundError as error:
-        msg = f"manifest {named} is gone"
-        raise CorruptObjectError(msg, hint=hint) from error
+        raise CorruptObjectError(f"manifest {named} is gone", hint=hint) from error
     if len(data) != version.manifest_bytes or blake3_hex(data) != version.manifest_digest:
         msg = f"manifest {named} does not match the digest in commit {version.commit}"
         raise CorruptObjectError(msg, hint=hint)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
+
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 
 RefKind = Literal["latest", "step", "best", "tag", "back", "id", "valid"]
 ReceiptState = Literal[
@@ -26,7 +28,7 @@ class RoleBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Version:
+class Version(Shown):
     """The catalog's entry of one saved state; immutable and thread-safe.
 
     Metrics, tags and other facts that can change later are those at the time of the call.
@@ -100,6 +102,41 @@ class Version:
         """Return run, step, id and the first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
         metrics = [f" {name}={value:.6g}" for name, value in self.metrics.items()]
         return f"<Version {self.run}@{self.step} #{self.id[:8]}{''.join(metrics[:3])}>"
+
+    def _summary(self) -> HtmlTable:
+        return versions_table(self.label, [self])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedVersion:
+    """A version in a report."""
+
+    version: str
+    """Id of the version."""
+    run: str
+    step: int
+
+
+def naming(version: Version) -> dict[str, Any]:
+    """Return the fields with which records of reports name a version."""
+    return {"version": version.id, "run": version.run, "step": version.step}
+
+
+def versions_table(title: str, versions: Iterable[Version]) -> HtmlTable:
+    """Return a table of versions for notebooks."""
+    rows = [
+        (
+            one.step,
+            one.id[:8],
+            f"{one.created_at:%Y-%m-%d %H:%M:%S} UTC",
+            ", ".join(f"{name} {value:.6g}" for name, value in one.metrics.items()),
+            bytes_text(sum(part.logical for part in one.roles.values())),
+            ", ".join(one.tags),
+        )
+        for one in versions
+    ]
+    columns = ("STEP", "ID", "SAVED", "METRICS", "SIZE", "TAGS")
+    return HtmlTable(title=title, columns=columns, rows=rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

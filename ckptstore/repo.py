@@ -19,11 +19,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.base import Backend, PutIfAbsent, read_only_error
 from ckptstore.backends.key_sources import KeyInput, read_key
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
@@ -41,7 +41,7 @@ from ckptstore.errors import (
 from ckptstore.events import SaveEvent, SaveEventKind
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
-from ckptstore.keyring import has_keys, unlocked
+from ckptstore.keyring import record_numbers, unlocked
 from ckptstore.objects.auto_codec import Pace
 from ckptstore.superblocks import read_superblock, remains, write_encrypted, write_superblock
 
@@ -81,6 +81,7 @@ def probe_backend(backend: Backend, environment: Environment) -> Finding:
     if failed := failed_check(report):
         msg = f"{backend.url} cannot hold a store, not even for a single writer: {failed} failed"
         hint = f"ckptstore doctor {backend.url} shows all checks; use another storage or driver"
+        hint = "; ".join([hint, *backend.remarks()])
         raise StorageError(msg, hint=hint)
     return Finding(put_if_absent=found.put_if_absent, report=report)
 
@@ -104,19 +105,36 @@ class Repo:
         self.backend = backend
         self.superblock = superblock
         self.environment = environment
-        self.options = options if options is not None else Options()
+        self.options: Options = options if options is not None else Options()
+        if backend.capabilities.read_only:
+            self.options = replace(self.options, read_only=True)
+        self.load_backend: Backend = self._through_cache()
+        """The backend that loads read packs and manifests from; checks and copies use the other."""
         self._prober = prober
         self._verdict: PutIfAbsent | None = None
         if superblock.backend == backend.name:
             self._verdict = PutIfAbsent(superblock.put_if_absent)
         self._lock = threading.Lock()
         self._closed = False
+        self._reserved = False
         self._manifests: Manifests | None = None
-        self.pace = Pace(backend.capabilities.write_bytes_per_s)
+        self.pace: Pace = Pace(backend.capabilities.write_bytes_per_s)
         """Measured speeds of this object's saves, for ``codec="auto"``."""
-        self.log = Log(
+        self.log: Log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )
+
+    def _through_cache(self) -> Backend:
+        if not self.options.cache_folder:
+            return self.backend
+        from ckptstore.backends.shared_cache import CacheFolder, with_cache
+
+        folder = CacheFolder(
+            os.fspath(self.options.cache_folder),
+            bytes_max=self.options.cache_bytes,
+            environment=self.environment,
+        )
+        return with_cache(self.backend, folder, self.superblock.store_id, self.environment)
 
     @property
     def url(self) -> str:
@@ -135,8 +153,12 @@ class Repo:
             if self._manifests is None:
                 from ckptstore.manifests import Manifests
 
-                base_bytes = self.options.base_bytes
-                self._manifests = Manifests(self.backend, self.environment, base_bytes=base_bytes)
+                self._manifests = Manifests(
+                    self.backend,
+                    self.environment,
+                    base_bytes=self.options.base_bytes,
+                    load_backend=self.load_backend,
+                )
             return self._manifests
 
     @property
@@ -204,15 +226,20 @@ class Repo:
             The storage has no put-if-absent, and the user has not promised a single writer.
         """
         self.check_open()
+        if self.backend.capabilities.read_only:
+            raise read_only_error(self.backend.url)
         if self.options.read_only:
             msg = f"{self.url} was opened read-only"
-            raise ReadOnlyError(msg)
+            raise ReadOnlyError(msg, hint="write to a store that you open to write")
         verdict = self.put_if_absent()
         safe = verdict is PutIfAbsent.ATOMIC
         if not (safe or self.options.single_writer):
             raise unsafe(self.url, verdict)
         # Where the storage can tell, the probe decides, whatever the user promised.
         self.log.single_writer = not safe
+        if not self._reserved:
+            self._reserved = True
+            self.backend.keep_reserve()
 
     def save_event(
         self,
@@ -394,13 +421,15 @@ def create_on(
         if left:
             msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
             raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
-        if key is None and has_keys(backend):
+        if key is None and record_numbers(backend):
             msg = f"another process began to create an encrypted store at {backend.url}"
             hint = f"give its key, or remove {KEYS_PREFIX} if nothing is stored there"
             raise StoreExistsError(msg, hint=hint)
+        if backend.capabilities.read_only:
+            hint = "create it in a folder or bucket, such as the one that the server serves"
+            raise read_only_error(backend.url, hint)
         if options.read_only:
-            msg = f"no store can be created read-only at {backend.url}"
-            raise ReadOnlyError(msg)
+            raise ReadOnlyError(f"no store can be created read-only at {backend.url}")
         finding = prober(backend, environment)
         if finding.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
             raise unsafe(backend.url, finding.put_if_absent)
@@ -419,11 +448,7 @@ def create_on(
 
 
 def _superblock(
-    backend: Backend,
-    finding: Finding,
-    options: Options,
-    environment: Environment,
-    chunk_bytes: int,
+    backend: Backend, finding: Finding, options: Options, environment: Environment, chunk_bytes: int
 ) -> Superblock:
     if not limits.CHUNK_BYTES_MIN <= chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
         msg = (
@@ -459,4 +484,10 @@ def _no_store(backend: Backend) -> StoreNotFoundError:
         msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
         return StoreNotFoundError(msg, hint=_HINT_REMAINS)
     msg = f"there is no store at {backend.url}"
-    return StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}")
+    if "::" in backend.url:
+        hint = f"name the folder with {STORE_KEY} before ::, as in zip://st::file:///data/st.zip"
+        return StoreNotFoundError(msg, hint=hint)
+    if backend.capabilities.read_only:
+        hint = f"its URL is that of the folder with {STORE_KEY}, which anyone must be able to read"
+        return StoreNotFoundError(msg, hint=hint)
+    return StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}, or create=True")

@@ -25,9 +25,9 @@ def read_superblock(backend: Backend) -> Superblock | None:
 
     Where the client may cache a failed lookup (NFS), the location is listed instead.
     """
-    if backend.capabilities.lookup_lag_s > 0 and not any(
-        info.key == STORE_KEY for info in backend.list(STORE_KEY)
-    ):
+    known = backend.capabilities
+    listed = backend.list(STORE_KEY) if known.lists and known.lookup_lag_s > 0 else None
+    if listed is not None and not any(info.key == STORE_KEY for info in listed):
         return None
     try:
         data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
@@ -45,8 +45,8 @@ def _decoded(data: bytes) -> Superblock:
 
 
 def remains(backend: Backend) -> str:
-    """Return the key of an object below the store's prefixes; empty if there is none."""
-    for prefix in OBJECT_PREFIXES:
+    """Return the key of an object below the store's prefixes; empty if none is listed."""
+    for prefix in OBJECT_PREFIXES if backend.capabilities.lists else ():
         for info in backend.list(prefix):
             return info.key
     return ""

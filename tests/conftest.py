@@ -37,15 +37,17 @@ settings.register_profile("steady", settings.get_profile("search"), derandomize=
 settings.register_profile("quick", settings.get_profile("steady"), max_examples=30)
 settings.load_profile("steady")
 
+# JAX looks for no accelerator; its devices are those of the processor.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Ranks meet on loopback, whatever this machine's name resolves to.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import cirules  # noqa: E402 - after the path
 import probes  # noqa: E402 - after the path
-from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
+from buckets import AzureBucket, GcsBucket, S3Bucket  # noqa: E402 - after the path
 from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
-from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E402
+from local_servers import Server, start_azurite, start_gcs, start_moto, start_rclone  # noqa: E402
 from shortening import ENVIRONMENT, mark_grids  # noqa: E402
 from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
@@ -116,6 +118,26 @@ def _threads_of_others() -> None:
     begin()
 
 
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """Let a test change the environment for itself alone."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture
+def generators_stay() -> Iterator[None]:
+    """Leave the global generators of Python, NumPy and torch as they were."""
+    from ckptstore.integrations import randomness
+
+    before = randomness.capture()
+    yield
+    randomness.restore(before)
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Let SIGINT interrupt, this process and its children.
@@ -151,6 +173,14 @@ def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Start Microsoft's emulator of Azure Blob Storage, once a session."""
+    server = start_azurite(tmp_path_factory.mktemp("azurite"))
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def s3_bucket(moto_server: Server) -> Iterator[S3Bucket]:
     """Return a new bucket on moto, with a client that is not the one under test."""
@@ -173,6 +203,13 @@ def gcs_bucket(gcs_server: Server) -> Iterator[GcsBucket]:
 
 
 @pytest.fixture
+def azure_bucket(azure_server: Server) -> Iterator[AzureBucket]:
+    """Return a new container on azurite, with a client that is not the one under test."""
+    with AzureBucket(azure_server.url) as bucket:
+        yield bucket
+
+
+@pytest.fixture
 def s3_proxy(moto_server: Server) -> Iterator[FaultProxy]:
     """Return a proxy in front of moto that misbehaves when told to."""
     with FaultProxy(moto_server.port) as proxy:
@@ -183,4 +220,11 @@ def s3_proxy(moto_server: Server) -> Iterator[FaultProxy]:
 def gcs_proxy(gcs_server: Server) -> Iterator[FaultProxy]:
     """Return a proxy in front of fake-gcs-server that misbehaves when told to."""
     with FaultProxy(gcs_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def azure_proxy(azure_server: Server) -> Iterator[FaultProxy]:
+    """Return a proxy in front of azurite that misbehaves when told to."""
+    with FaultProxy(azure_server.port) as proxy:
         yield proxy

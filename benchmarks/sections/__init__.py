@@ -1,1 +1,1 @@
-"""Sections of docs/benchmarks.md, each made from the result of one suite."""
+"""Sections of benchmarks/RESULTS.md, each made from the result of one suite."""

@@ -29,8 +29,7 @@ def catalog(result: Result) -> list[str]:
     count = result.parameters["versions"]
     return [
         titled(
-            "Durable commits into one store",
-            table(["", "commits/s", "min-max", "note"], commits),
+            "Durable commits into one store", table(["", "commits/s", "min-max", "note"], commits)
         ),
         titled(
             f"A log of {count:,} versions",

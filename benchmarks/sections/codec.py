@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.measure import Measured, Result
 from benchmarks.sections.pieces import share, speed, table, titled
 
-__all__ = ["codecs"]
+__all__ = ["codecs", "cores"]
 
 
 def codecs(result: Result) -> list[str]:
@@ -34,6 +34,23 @@ def codecs(result: Result) -> list[str]:
         )
     )
     return blocks
+
+
+def cores(result: Result) -> list[str]:
+    """Return a table for each type of elements."""
+    columns = ["one worker", "processor s/GB", "under the lock, ms/GB", "share", "threads"]
+    return [
+        titled(name, table(columns, [_locked(one) for one in rows]))
+        for name, rows in result.tables.items()
+    ]
+
+
+def _locked(one: Measured) -> list[str]:
+    """Return a row: what a gigabyte costs, and the threads that the lock leaves work to."""
+    size, spent, locked = one.logical_bytes / 1e9, min(one.seconds), one.numbers["locked_s"]
+    most = f"{spent / locked:.0f}" if locked else ""
+    share = f"{locked / spent:.3f}"
+    return [one.name, f"{spent / size:.2f}", f"{1e3 * locked / size:.0f}", share, most]
 
 
 def _codec_table(rows: Sequence[Measured], label: str) -> str:

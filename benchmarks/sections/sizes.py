@@ -11,13 +11,7 @@ from benchmarks.sections.pieces import seconds, table, times, titled
 
 __all__ = ["rates", "trajectory"]
 
-_KINDS = (
-    "weights",
-    "fp32 masters",
-    "first moments",
-    "second moments",
-    "adapters",
-)
+_KINDS = ("weights", "fp32 masters", "first moments", "second moments", "adapters")
 
 
 def trajectory(result: Result) -> list[str]:

@@ -8,7 +8,9 @@ threads, and is answered from memory. Listing is lazy: of 100,000 versions a pag
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
+from ckptstore import errors
 from ckptstore.catalog.rows import (
     build_run,
     build_version,
@@ -18,13 +20,6 @@ from ckptstore.catalog.rows import (
     tags_by_version,
 )
 from ckptstore.catalog.state import RunState, State
-from ckptstore.catalog.suggestions import did_you_mean
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.format.snapshot import (
     Details,
     Flag,
@@ -35,6 +30,7 @@ from ckptstore.format.snapshot import (
     decode_metrics,
 )
 from ckptstore.model import ReplicaInfo, RunInfo, Version
+from ckptstore.suggestions import did_you_mean
 
 
 class Catalog:
@@ -73,7 +69,7 @@ class Catalog:
 
     def runs(self) -> list[RunInfo]:
         """Return all runs in the order of their creation."""
-        return [self._run_info(run) for run in self._state.runs.values()]
+        return [build_run(run, self._state.versions) for run in self._state.runs.values()]
 
     def run(self, name: str) -> RunInfo:
         """Return one run.
@@ -83,7 +79,7 @@ class Catalog:
         RunNotFoundError
             If there is none of this name; the hint names similar ones.
         """
-        return self._run_info(self._run(name))
+        return build_run(self._run(name), self._state.versions)
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -95,11 +91,10 @@ class Catalog:
         VersionNotFoundError
             If there is none.
         """
-        row = self._state.versions.get(version_id)
-        if row is None:
-            msg = f"there is no version {version_id[:40]!r}"
-            raise VersionNotFoundError(msg)
-        return self._version(row)
+        found = self.find(version_id)
+        if found is None:
+            raise errors.VersionNotFoundError(f"there is no version {version_id[:40]!r}")
+        return found
 
     def versions(
         self, run: str | None = None, *, newest_first: bool = False, deleted: bool = False
@@ -174,10 +169,6 @@ class Catalog:
         """
         return tuple(self._run(run).versions)
 
-    def descends(self, version_id: str, ancestor: str) -> bool:
-        """Return whether a version is the other one, or continues it, across runs."""
-        return self.way(version_id, ancestor) is not None
-
     def way(self, version_id: str, ancestor: str) -> list[str] | None:
         """Return the ids from a version that is here back to another, without that one.
 
@@ -221,22 +212,24 @@ class Catalog:
                 continue
             yield version_id, decode_metrics(row), decode_metrics(twin)
 
+    def find(self, version_id: str) -> Version | None:
+        """Return the version of exactly this id; None if there is none."""
+        row = self._state.versions.get(version_id)
+        return None if row is None else self._version(row)
+
     def has_version(self, version_id: str) -> bool:
         """Return whether there is a version of exactly this id."""
         return version_id in self._state.versions
 
-    def by_prefix(self, prefix: str, *, count_max: int = 10) -> list[Version]:
-        """Return the versions whose id begins with `prefix`, at most `count_max`."""
+    def by_prefix(self, prefix: str) -> list[Version]:
+        """Return the versions whose id begins with `prefix`, at most 10."""
         exact = self._state.versions.get(prefix)
         if exact is not None:
             return [self._version(exact)]
-        found: list[Version] = []
-        for version_id, row in self._state.versions.items():
-            if version_id.startswith(prefix):
-                found.append(self._version(row))
-                if len(found) == count_max:
-                    break
-        return found
+        rows = self._state.versions.values()
+        return [
+            self._version(row) for row in islice((r for r in rows if r.id.startswith(prefix)), 10)
+        ]
 
     def pinned(self) -> list[Version]:
         """Return the versions that are pinned, for any store, in the order of their commits."""
@@ -353,8 +346,7 @@ class Catalog:
             If the log is empty: there is nothing to fold to.
         """
         if not self.number:
-            msg = "an empty log has no snapshot"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError("an empty log has no snapshot")
         return snapshot_of(self._state)
 
     @classmethod
@@ -370,9 +362,8 @@ class Catalog:
         """
         try:
             return cls(state_of(body))
-        except (InvalidInputError, KeyError, ValueError) as error:
-            msg = f"{where} contradicts itself: {error}"
-            raise CorruptObjectError(msg) from error
+        except (errors.InvalidInputError, KeyError, ValueError) as error:
+            raise errors.CorruptObjectError(f"{where} contradicts itself: {error}") from error
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -380,14 +371,11 @@ class Catalog:
         found = self._state.runs.get(name)
         if found is None:
             msg = f"there is no run {name!r}"
-            raise RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
+            raise errors.RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
         return found
 
     def _rows(self, run: str) -> Iterator[VersionRow]:
         return (self._state.versions[version_id] for version_id in self._run(run).versions)
-
-    def _run_info(self, run: RunState) -> RunInfo:
-        return build_run(run, self._state.versions)
 
     def _version(self, row: VersionRow) -> Version:
         tags = self._state.runs[row.run].tags

@@ -25,22 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Fold, Op
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    IntegrityError,
-    InvalidInputError,
-    LimitError,
-    UnsupportedFeatureError,
-)
-from ckptstore.format.fields import Id
+from ckptstore.format.fields import By, CommitNumber, Id, TimeMs
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import commit_key
 
@@ -68,14 +60,14 @@ class CommitBody(msgspec.Struct, frozen=True, kw_only=True):
 
     magic: Literal["ckptstore-commit"]
     format: Annotated[int, msgspec.Meta(ge=1, le=FORMAT)]
-    number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    number: CommitNumber
     previous: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
     """Digest of the body of the commit before, empty for the first."""
     write_id: Id
     """Random, one per attempt: tells one's own commit from another's of the same number."""
-    at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    at_ms: TimeMs
     """The writer's wall clock, in milliseconds since 1970; for people, nothing depends on it."""
-    by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+    by: By
     ops: Annotated[tuple[_Known, ...], msgspec.Meta(min_length=1, max_length=limits.COMMIT_OPS_MAX)]
 
 
@@ -121,12 +113,11 @@ def encode_commit(body: CommitBody) -> tuple[bytes, Commit]:
     data = encode_envelope(msgspec.json.encode(msgspec.structs.replace(body, ops=ops)))
     if len(data) > limits.COMMIT_BYTES_MAX:
         msg = f"the commit takes {len(data)} bytes, more than {limits.COMMIT_BYTES_MAX}"
-        raise LimitError(msg, hint="use less metadata")
+        raise errors.LimitError(msg, hint="use less metadata")
     try:
         return data, decode_commit(data, where="the commit")
-    except CorruptObjectError as error:
-        msg = f"this cannot be committed: {error.message}"
-        raise InvalidInputError(msg) from error
+    except errors.CorruptObjectError as error:
+        raise errors.InvalidInputError(f"this cannot be committed: {error.message}") from error
 
 
 def decode_commit(data: bytes, *, where: str) -> Commit:
@@ -148,7 +139,7 @@ def decode_commit(data: bytes, *, where: str) -> Commit:
     """
     if len(data) > limits.COMMIT_BYTES_MAX:
         msg = f"{where} has {len(data)} bytes, more than {limits.COMMIT_BYTES_MAX}"
-        raise CorruptObjectError(msg)
+        raise errors.CorruptObjectError(msg)
     raw, digest = decode_envelope(data, where=where)
     try:
         return Commit(body=_DECODER.decode(raw), digest=digest)
@@ -156,24 +147,26 @@ def decode_commit(data: bytes, *, where: str) -> Commit:
         raise _decode_problem(raw, where, error) from error
 
 
-def _decode_problem(raw: bytes, where: str, error: Exception) -> CkptStoreError:
+def _decode_problem(raw: bytes, where: str, error: Exception) -> errors.CkptStoreError:
     """Tell a record of a newer version from a damaged one."""
     try:
         loose = msgspec.json.decode(raw)
         version = loose["format"]
         unknown = sorted({str(op["op"])[:40] for op in loose["ops"]} - _TAGS)
     except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
-        return CorruptObjectError(f"{where} is not a commit: {error}")
+        return errors.CorruptObjectError(f"{where} is not a commit: {error}")
     if isinstance(version, int) and version > FORMAT:
         what = f"{where} has format {version}"
     elif unknown:
         what = f"{where} holds the operation {unknown[0]!r}"
     else:
-        return CorruptObjectError(f"{where} is not a commit: {error}")
-    return UnsupportedFeatureError(what, hint="a newer ckptstore wrote it: upgrade")
+        return errors.CorruptObjectError(f"{where} is not a commit: {error}")
+    return errors.UnsupportedFeatureError(what, hint="a newer ckptstore wrote it: upgrade")
 
 
-def extended(catalog: Catalog, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
+def extended(
+    catalog: Catalog, commits: Sequence[Commit]
+) -> tuple[Catalog, errors.CkptStoreError | None]:
     """Fold `commits` onto a catalog, which stays as it is.
 
     Returns
@@ -186,7 +179,7 @@ def extended(catalog: Catalog, commits: Sequence[Commit]) -> tuple[Catalog, Ckpt
     for index, commit in enumerate(commits):
         try:
             _apply(fold, commit)
-        except IntegrityError as error:
+        except errors.IntegrityError as error:
             # The commit may have been applied in part: fold again up to the one before.
             return (extended(catalog, commits[:index])[0], error)
     return (Catalog(fold) if commits else catalog, None)
@@ -202,13 +195,13 @@ def _apply(fold: Fold, commit: Commit) -> None:
     """
     if commit.number != fold.number + 1:
         msg = f"{commit.key} follows commit {fold.number}, but {fold.number + 1} should"
-        raise CorruptObjectError(msg)
+        raise errors.CorruptObjectError(msg)
     if commit.body.previous != fold.digest:
         msg = (
             f"the history was changed: {commit.key} says that the commit before it has the "
             f"digest {commit.body.previous!r}, but it has {fold.digest!r}"
         )
-        raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
+        raise errors.CorruptObjectError(msg, hint="restore the log from a replica or a backup")
     fold.number, fold.at_ms = commit.number, commit.body.at_ms
     for op in commit.ops:
         op.apply(fold)

@@ -16,12 +16,13 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Level, Part, level_of, parts_of_level
-from ckptstore.catalog.lifecycle_ops import Ids, parts, pinned_error
+from ckptstore.catalog.lifecycle_ops import Ids, pinned_error
 from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
+from ckptstore.chunking import batches
 from ckptstore.errors import CommitConflictError
 from ckptstore.format.fields import Digest, EncodingName, Id, ManifestPointer, RoleSizes
-from ckptstore.format.snapshot import Flag, decode_details
+from ckptstore.format.snapshot import Flag, decode_details, with_details
 from ckptstore.model import RoleBytes, Version
 
 ObjectKey = Annotated[
@@ -80,8 +81,7 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
     def apply(self, fold: Fold) -> None:
         """Replace the place of the content, and what of it is kept."""
         row = fold.version(self.version)
-        details = decode_details(row)
-        if row.flags & Flag.DELETED or details.manifest_digest.hex() != self.based_on:
+        if row.flags & Flag.DELETED or decode_details(row).manifest_digest.hex() != self.based_on:
             raise fold.broken(f"version {row.id} changed before it was relocated")
         flags = row.flags & ~(Flag.WEIGHTS_ONLY | Flag.RECORD_ONLY | Flag.VERIFIED | Flag.DAMAGED)
         flags |= LEVEL_FLAGS[self.level]
@@ -90,22 +90,19 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
         after = msgspec.structs.replace(row, flags=flags, encoding=intern(encoding))
         if LEVELS.index(level_of(after)) > LEVELS.index(level_of(row)):
             raise fold.broken(f"version {row.id} cannot have more than it has")
+        changes: dict[str, object] = {
+            "content": bytes.fromhex(self.content),
+            "roles": pack_roles(self.roles),
+        }
         if self.manifest is not None:
             if self.manifest.key in fold.gone:
                 raise fold.broken(f"{self.manifest.key} was condemned")
-            details = msgspec.structs.replace(
-                details,
-                manifest_key=self.manifest.key,
-                manifest_bytes=self.manifest.stored_bytes,
-                manifest_digest=bytes.fromhex(self.manifest.digest),
-            )
-        details = msgspec.structs.replace(
-            details,
-            content=bytes.fromhex(self.content),
-            roles=pack_roles(self.roles),
-        )
-        packed = msgspec.msgpack.encode(details)
-        fold.versions[row.id] = msgspec.structs.replace(after, details=packed)
+            changes |= {
+                "manifest_key": self.manifest.key,
+                "manifest_bytes": self.manifest.stored_bytes,
+                "manifest_digest": bytes.fromhex(self.manifest.digest),
+            }
+        fold.versions[row.id] = with_details(after, **changes)
 
 
 class Condemn(Op, frozen=True, kw_only=True, tag="condemn"):
@@ -135,11 +132,9 @@ class Swept(Op, frozen=True, kw_only=True, tag="swept"):
 def check_kept(level: Part, encoding: str, manifest: ManifestPointer | None) -> None:
     """Check that level, encoding and manifest of a version agree; raises ValueError."""
     if encoding and level != "weights":
-        msg = "only weights are rounded when a version is aged"
-        raise ValueError(msg)
+        raise ValueError("only weights are rounded when a version is aged")
     if (manifest is None) != (level == "record"):
-        msg = "a version has a manifest unless only its record is kept"
-        raise ValueError(msg)
+        raise ValueError("a version has a manifest unless only its record is kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +162,7 @@ def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
         Version id to the digest of the manifest that was read.
     """
     ids = [version.id for version in _as_read(catalog, sound) if not version.verified]
-    return [Verified(versions=part) for part in parts(ids)]
+    return [Verified(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 
 def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
@@ -179,7 +174,7 @@ def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
         Version id to the digest of its manifest then.
     """
     ids = [version.id for version in _as_read(catalog, lost) if not version.damaged]
-    return [Quarantine(versions=part) for part in parts(ids)]
+    return [Quarantine(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 
 def _as_read(catalog: Catalog, digests: Mapping[str, str]) -> Iterator[Version]:
@@ -206,8 +201,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     for move in moves:
         version = catalog.version(move.version)
         if version.deleted or version.manifest_digest != move.based_on:
-            msg = f"{version.label} changed meanwhile"
-            raise CommitConflictError(msg, hint="try again")
+            raise CommitConflictError(f"{version.label} changed meanwhile", hint="try again")
         if LEVELS.index(move.level) > LEVELS.index(version.level):
             msg = f"{version.run}@{version.step} is kept as {version.level}, not {move.level}"
             raise CommitConflictError(msg)
@@ -236,10 +230,10 @@ def condemn(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
     deleted before and is back (a request that arrived late) may be condemned again.
     """
     fresh = sorted(set(keys) - catalog.condemned.keys())
-    return [Condemn(keys=part) for part in parts(fresh, limits.KEYS_PER_OP_MAX)]
+    return [Condemn(keys=part) for part in batches(fresh, limits.KEYS_PER_OP_MAX)]
 
 
 def swept(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
     """Return the operations that record that condemned objects were deleted."""
     left = sorted(key for key in set(keys) if key in catalog.condemned)
-    return [Swept(keys=part) for part in parts(left, limits.KEYS_PER_OP_MAX)]
+    return [Swept(keys=part) for part in batches(left, limits.KEYS_PER_OP_MAX)]

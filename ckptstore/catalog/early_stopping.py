@@ -18,8 +18,6 @@ from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 from ckptstore.model import Version
 
-__all__ = ["DivergenceGuard", "EarlyStopping", "RunLike", "Verdict"]
-
 
 class RunLike(Protocol):
     """The part of a run that is used here; :class:`ckptstore.Run` is one."""
@@ -221,8 +219,7 @@ class EarlyStopping(_Monitor):
                 continue
             if found.level != "record":
                 return found
-        msg = f"run {self._run.name!r} has no version to return to"
-        raise VersionNotFoundError(msg)
+        raise VersionNotFoundError(f"run {self._run.name!r} has no version to return to")
 
     @property
     def ref(self) -> str:
@@ -271,14 +268,9 @@ class Verdict:
 class DivergenceGuard(_Monitor):
     """Finds values that are not finite, and spikes; can roll the run back by itself.
 
-    A spike is a value that is worse than the median of the last values by more than `factor`
-    times their scale, which is the median absolute deviation made comparable to a standard
-    deviation (``MAD_TO_SIGMA``). Median and MAD stay put as long as fewer than half of the values
-    are bad, where mean and standard deviation are drawn along by a single one. Source: C. Leys et
-    al., Detecting outliers: do not use standard deviation around the mean, use absolute deviation
-    around the median, J. Exp. Soc. Psychol. 49 (2013), 764-766. Going back and on from before a
-    spike is what A. Chowdhery et al., PaLM (2022), section 5.1, did by hand; they also left out
-    the data that came before the spike, which is the training loop's part.
+    A spike is worse than the median of the last values by more than `factor` times their median
+    absolute deviation, made comparable to a standard deviation (``MAD_TO_SIGMA``; Leys et al.
+    2013). Data that came before a spike is not skipped: that is up to the training loop.
 
     Not safe to be used by several threads at once.
 
@@ -291,20 +283,18 @@ class DivergenceGuard(_Monitor):
     window
         How many of the last values count, from 4 on.
     factor
-        How many scales from the median a spike begins. Six is far out on purpose: Leys et al.
-        take 2.5 to 3 for an outlier, and a rollback for nothing costs more than a late one.
+        How many scales from the median a spike begins.
     scale_min
-        The scale is at least this share of the median's amount, so that a flat curve is not all
-        spikes.
+        Least scale, as a share of the median, for flat curves.
     warmup
         Values before the first that can be a spike.
     patience
         Bad values in a row that are let pass.
     rollback_to
-        A ref inside of the run (``latest``, ``best:val_loss``, ``~2``) that the run is rolled back
-        to when training has gone wrong; None to only say so. Only with :meth:`for_run`.
+        Ref of the run (``latest``, ``best:val_loss``, ``~2``) to roll back to; None for none. Only
+        with :meth:`for_run`.
     rollbacks_max
-        After so many rollbacks :attr:`should_stop` is true, and none is made any more.
+        After so many rollbacks :attr:`should_stop` is true.
 
     Raises
     ------
@@ -407,8 +397,7 @@ class DivergenceGuard(_Monitor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember what another one did; settings stay as they are.
 
-        Rollbacks that this one made are not forgotten: the state of a version that one returned to
-        is from before them.
+        Rollbacks that this one made still count.
 
         Raises
         ------

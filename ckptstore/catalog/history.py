@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import ranked, sign
-from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
 from ckptstore.model import Version
-
-__all__ = ["History", "Point", "history", "top"]
+from ckptstore.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +73,7 @@ def history(catalog: Catalog, run: str, metric: str) -> History:
         metric=metric,
         direction=direction,
         points=tuple(
-            Point(
-                version=version,
-                value=version.metrics[metric],
-                improved=version.id in records,
-            )
+            Point(version=version, value=version.metrics[metric], improved=version.id in records)
             for version in versions
         ),
         best=best[0] if best else "",

@@ -12,7 +12,7 @@ functions return the operations for what a caller wants.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -21,16 +21,13 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.rows import pins_of
-from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, there
+from ckptstore.catalog.run_ops import Save, check_not_condemned, there
 from ckptstore.catalog.state import Fold, Op, RunState
+from ckptstore.chunking import batches
 from ckptstore.errors import ConflictError, InvalidInputError, LimitError, PolicyError
-from ckptstore.format.fields import Directions, Id
-from ckptstore.format.names import (
-    check_metadata_json,
-    check_run_name,
-    encode_metadata,
-)
-from ckptstore.format.snapshot import Flag, VersionRow, decode_details
+from ckptstore.format.fields import Directions, Id, IdOrEmpty
+from ckptstore.format.names import check_metadata_json, check_run_name, encode_metadata
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details, with_details
 from ckptstore.model import Version
 
 T = TypeVar("T")
@@ -39,6 +36,7 @@ _SHOWN: Final = 8
 """Characters of the id of a store in messages."""
 
 Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]
+HINT_LATE: Final = "it is too late: after a collection a deleted version does not come back"
 HINT_REDUCED: Final = (
     "undelete brings back versions that were deleted whole; what a replica has, a load with "
     "refill=True does"
@@ -182,9 +180,8 @@ def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
     flags = row.flags | Flag.PINNED if pinned_by else row.flags & ~Flag.PINNED
     if pinned_by == ("",):
         pinned_by = ()
-    details = msgspec.structs.replace(decode_details(row), pinned_by=pinned_by)
-    packed = msgspec.msgpack.encode(details)
-    fold.versions[row.id] = msgspec.structs.replace(row, flags=flags, details=packed)
+    pinned = with_details(row, pinned_by=pinned_by)
+    fold.versions[row.id] = msgspec.structs.replace(pinned, flags=flags)
 
 
 class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
@@ -300,13 +297,17 @@ def delete(
             raise pinned_error(version)
         if version.tags and not force:
             msg = f"{version.label} is tagged {', '.join(version.tags)}"
-            raise PolicyError(msg, hint="take the tags away, or force it")
+            raise PolicyError(msg, hint="take the tags away, or force it (--force)")
         if catalog.head_id(version.run) == version_id and not force:
             others = any(v.id not in chosen for v in catalog.versions(version.run))
             if others:
                 msg = f"{version.label} is the head of its run: the next save continues it"
-                raise PolicyError(msg, hint="roll back to another version first, or force it")
-    return [Delete(versions=part, reason=_reason(reason)) for part in parts(wanted)]
+                hint = "roll back to another version first, or force it (--force)"
+                raise PolicyError(msg, hint=hint)
+    return [
+        Delete(versions=part, reason=_reason(reason))
+        for part in batches(wanted, limits.VERSIONS_PER_OP_MAX)
+    ]
 
 
 def undelete(
@@ -335,10 +336,9 @@ def undelete(
             if version.level != "full":
                 msg = f"{version.label} was reduced to {version.level}, which is for good"
                 raise InvalidInputError(msg, hint=HINT_REDUCED)
-            msg = f"{version.label} is not deleted"
-            raise InvalidInputError(msg)
-        check_not_condemned(catalog, needs[version_id])
-    return [Undelete(versions=part) for part in parts(wanted)]
+            raise InvalidInputError(f"{version.label} is not deleted")
+        check_not_condemned(catalog, needs[version_id], HINT_LATE)
+    return [Undelete(versions=part) for part in batches(wanted, limits.VERSIONS_PER_OP_MAX)]
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
@@ -358,12 +358,6 @@ def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list
 
 def _reason(text: str) -> str:
     return text[: limits.REASON_CHARS_MAX]
-
-
-def parts(items: Sequence[T], size: int = limits.VERSIONS_PER_OP_MAX) -> Iterator[Sequence[T]]:
-    """Yield items in the parts that one operation takes."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
 
 
 def pin(catalog: Catalog, version: str) -> list[Op]:
@@ -389,9 +383,8 @@ def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
     for version in found:
         if len(version.pinned_for) >= limits.REPLICAS_MAX and store not in version.pinned_for:
             msg = f"#{version.id[:8]} is pinned for {limits.REPLICAS_MAX} stores"
-            raise LimitError(
-                msg, hint="take those of stores that are gone away: pin --delete --for"
-            )
+            hint = "take those of stores that are gone away: pin --delete --for"
+            raise LimitError(msg, hint=hint)
     return [
         Pin(version=version.id, store=store)
         for version in found

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
@@ -30,18 +30,9 @@ from ckptstore.catalog.commits import FORMAT, MAGIC, Commit, CommitBody, encode_
 from ckptstore.catalog.reading import LogReader
 from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
+from ckptstore.chunking import batches
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    CommitConflictError,
-    CorruptObjectError,
-    InvalidInputError,
-    ObjectExistsError,
-    StorageError,
-    TransientStorageError,
-    UnsupportedFeatureError,
-)
+from ckptstore.format.keys import snapshot_key
 
 Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
@@ -88,11 +79,11 @@ class Log:
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
         self._others = _Interleaving(self._reader.read, by=self._by)
-        self.catalog = Catalog()
+        self.catalog: Catalog = Catalog()
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
-        self.opened = False
+        self.opened: bool = False
         """Whether the log has been looked at."""
-        self.began = 0
+        self.began: int = 0
         """The commit of the snapshot that this process began with; 0 for the empty catalog.
 
         What was condemned and deleted before is unknown here: see
@@ -106,6 +97,10 @@ class Log:
     def befriend(self, pid: int) -> None:
         """Do not warn of a second writer for the saves of another process of this host."""
         self._others.befriend(pid)
+
+    def expect_writers(self, run: str) -> None:
+        """Do not warn of a second writer of a run, which has many."""
+        self._others.expect(run)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -145,8 +140,7 @@ class Log:
         """
         numbers, gap = self._reader.numbers(max(first, 1) - 1)
         previous = ""
-        for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
-            batch = numbers[start : start + limits.COMMIT_READ_BATCH]
+        for batch in batches(numbers, limits.COMMIT_READ_BATCH):
             commits, error = self._reader.read_many(batch)
             for commit in commits:
                 if commit.number == 1 or previous:
@@ -160,7 +154,7 @@ class Log:
 
     def _open(self) -> None:
         """Start from the newest snapshot that the log confirms, or from the beginning."""
-        for catalog in snapshots.read_newest_first(self._backend):
+        for catalog in snapshots.read_newest_first(self._backend, self._reader.snapshots()):
             numbers, gap = self._reader.tail(catalog.number - 1)
             if self._confirmed(catalog, numbers):
                 self.catalog = catalog
@@ -178,15 +172,14 @@ class Log:
                 confirmed = self._reader.read(numbers.pop(0)).digest == catalog.digest
             else:
                 confirmed = False
-        except (CorruptObjectError, UnsupportedFeatureError):
+        except (errors.CorruptObjectError, errors.UnsupportedFeatureError):
             confirmed = False
         if not confirmed:
             snapshots.warn_unconfirmed(catalog.number)
         return confirmed
 
-    def _catch_up(self, numbers: Sequence[int], gap: CkptStoreError | None) -> None:
-        for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
-            batch = numbers[start : start + limits.COMMIT_READ_BATCH]
+    def _catch_up(self, numbers: Sequence[int], gap: errors.CkptStoreError | None) -> None:
+        for batch in batches(numbers, limits.COMMIT_READ_BATCH):
             commits, unread = self._reader.read_many(batch)
             self.catalog, broken = extended(self.catalog, commits)
             error = broken or unread
@@ -222,8 +215,7 @@ class Log:
         """
         commit = self.append_any(build)
         if commit is None:
-            msg = "a commit without operations"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError("a commit without operations")
         return commit
 
     def append_any(self, build: Build) -> Commit | None:
@@ -246,7 +238,7 @@ class Log:
                     return commit
                 if self._environment.monotonic() >= end:
                     msg = f"other writers were faster {lost + 1} times, last at {commit.key}"
-                    raise CommitConflictError(msg, hint="try again when fewer write at once")
+                    raise errors.CommitConflictError(msg, hint="try again when fewer write at once")
                 self._pause(lost)
         raise AssertionError  # pragma: no cover - the loop has no other end
 
@@ -265,8 +257,7 @@ class Log:
         data, commit = encode_commit(body)
         after, error = extended(catalog, [commit])
         if error is not None:
-            msg = f"this cannot be committed: {error}"
-            raise InvalidInputError(msg) from error
+            raise errors.InvalidInputError(f"this cannot be committed: {error}") from error
         return data, commit, after
 
     def _claim(self, data: bytes, commit: Commit) -> bool:
@@ -274,19 +265,19 @@ class Log:
         for sent in range(limits.COMMIT_SENDS_MAX):
             try:
                 self._backend.put_if_absent(commit.key, data)
-            except ObjectExistsError as error:
+            except errors.ObjectExistsError as error:
                 found = self._look(commit, error, wait=True)
                 if found is None:
                     raise _unclear(commit, "it exists, but is not listed") from error
                 return _is_mine(commit, found)
-            except (AmbiguousWriteError, TransientStorageError) as error:
+            except (errors.AmbiguousWriteError, errors.TransientStorageError) as error:
                 found = self._look(commit, error, wait=False)
                 if found is not None:
                     return _is_mine(commit, found)
                 if sent + 1 == limits.COMMIT_SENDS_MAX:
                     raise _unclear(commit, error.message) from error
                 self._pause(sent)
-            except StorageError as error:
+            except errors.StorageError as error:
                 found = self._look(commit, error, wait=False)
                 if found is not None and _is_mine(commit, found):
                     raise _unclear(commit, f"it shows, but {error.message}") from error
@@ -295,11 +286,11 @@ class Log:
                 return True
         raise AssertionError  # pragma: no cover - the loop has no other end
 
-    def _look(self, commit: Commit, cause: CkptStoreError, *, wait: bool) -> Commit | None:
+    def _look(self, commit: Commit, cause: errors.CkptStoreError, *, wait: bool) -> Commit | None:
         """Return the stored commit of the number of `commit`; a failure to look settles nothing."""
         try:
             return self._reader.find(commit.number, wait=wait)
-        except StorageError as error:
+        except errors.StorageError as error:
             raise _unclear(commit, f"{cause.message}; reading back: {error.message}") from error
 
     def _claim_alone(self, data: bytes, commit: Commit) -> bool:
@@ -314,19 +305,39 @@ class Log:
             raise _two_writers(
                 f"{own.key} was replaced", "stop the other writer; run ckptstore verify"
             )
-        if self._reader.find(commit.number, wait=False) is not None:
-            raise _two_writers(f"{commit.key} appeared meanwhile")
-        failure: StorageError | None = None
+        self._check_free(commit)
+        failure: errors.StorageError | None = None
         try:
             self._backend.put(commit.key, data)
-        except (AmbiguousWriteError, TransientStorageError) as error:
+        except errors.ObjectExistsError as error:
+            raise _two_writers(f"{commit.key} appeared meanwhile") from error
+        except (errors.AmbiguousWriteError, errors.TransientStorageError) as error:
             failure = error
-        found = self._look(commit, failure or StorageError("written"), wait=failure is None)
+        found = self._look(commit, failure or errors.StorageError("written"), wait=failure is None)
         if found is None:
             raise _unclear(commit, failure.message if failure else "not listed") from failure
         if not _is_mine(commit, found):
             raise _two_writers(f"{commit.key} is another's")
         return True
+
+    def _check_free(self, commit: Commit) -> None:
+        """Raise if a single writer's next commit is there already, or listings seem incomplete.
+
+        A listing that lacks the last commits would have this writer begin a second log.
+        """
+        named = self._reader.opens(commit.number)
+        if self._reader.find(commit.number, wait=named) is not None:
+            raise _two_writers(f"{commit.key} appeared meanwhile")
+        if named:
+            raise _hidden(f"{commit.key} is there, but not listed")
+        if self._own is None:
+            newer = [number for number in self._reader.snapshots() if number >= commit.number]
+            for catalog in snapshots.read_newest_first(self._backend, newer):
+                key = snapshot_key(catalog.number)
+                raise _hidden(
+                    f"{key} is there, but the log ends before {commit.key}",
+                    f"; without a copy of it, move {key} away to go on with what is left",
+                )
 
     def _snapshot_if_due(self, catalog: Catalog) -> None:
         if not snapshots.due(catalog.number, self._snapshot):
@@ -373,19 +384,23 @@ def _is_mine(commit: Commit, found: Commit) -> bool:
 def _check_chain(commit: Commit, previous: str) -> None:
     if commit.body.previous != previous:
         msg = f"the history was changed: {commit.key} does not follow the commit before it"
-        raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
+        raise errors.CorruptObjectError(msg, hint="restore the log from a replica or a backup")
 
 
-def _two_writers(why: str, hint: str = "stop the other writer") -> CommitConflictError:
+def _two_writers(why: str, hint: str = "stop the other writer") -> errors.CommitConflictError:
     msg = f"two writers are at work in a store that was opened for a single one: {why}"
-    return CommitConflictError(msg, hint=hint)
+    return errors.CommitConflictError(msg, hint=hint)
 
 
-def _unclear(commit: Commit, why: str) -> AmbiguousWriteError:
-    return AmbiguousWriteError(
-        f"it is not known whether {commit.key} was written: {why}",
-        hint="look whether the version is there before saving it again; it may still appear",
-    )
+def _hidden(why: str, otherwise: str = "") -> errors.CorruptObjectError:
+    hint = "does the storage list all files? if so, restore the log from a replica or a backup"
+    return errors.CorruptObjectError(f"the log is longer than listed: {why}", hint=hint + otherwise)
+
+
+def _unclear(commit: Commit, why: str) -> errors.AmbiguousWriteError:
+    msg = f"it is not known whether {commit.key} was written: {why}"
+    hint = "look whether the version is there before saving it again; it may still appear"
+    return errors.AmbiguousWriteError(msg, hint=hint)
 
 
 class _Interleaving:
@@ -416,6 +431,10 @@ class _Interleaving:
         """Take another process of this host for this one, which it saves for."""
         self._kin.add(f"{self._where} {pid}")
 
+    def expect(self, run: str) -> None:
+        """Say nothing of other writers of a run."""
+        self._told.add(run)
+
     def note(self, commit: Commit, after: Catalog) -> None:
         """Look at a commit of this log's own, and warn if others' saves came in between."""
         for op in commit.ops:
@@ -443,5 +462,5 @@ class _Interleaving:
     def _who(self, number: int) -> str:
         try:
             return self._read(number).body.by or "somebody else"
-        except CkptStoreError:
+        except errors.CkptStoreError:
             return "somebody else"

@@ -18,7 +18,7 @@ from ckptstore.format.names import check_metric_name
 V = TypeVar("V")
 
 
-def check_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+def check_metrics(metrics: object) -> dict[str, float]:
     """Return the metrics of a save as floats.
 
     Anything that Python turns into a float is accepted: ints, NumPy scalars, one-element tensors;
@@ -31,9 +31,11 @@ def check_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     LimitError
         If there are more than ``METRICS_MAX``.
     """
+    if not isinstance(metrics, Mapping):  # a single number, in code that nobody type-checks
+        msg = f"metrics must map names to numbers, not {metrics!r:.60}"
+        raise InvalidInputError(msg, hint=f"such as metrics={{'loss': {metrics!r:.60}}}")
     if len(metrics) > limits.METRICS_MAX:
-        msg = f"{len(metrics)} metrics are more than the {limits.METRICS_MAX} allowed"
-        raise LimitError(msg)
+        raise LimitError(f"{len(metrics)} metrics are more than the {limits.METRICS_MAX} allowed")
     return {check_metric_name(name): _number(name, value) for name, value in metrics.items()}
 
 
@@ -104,6 +106,6 @@ def _number(name: str, value: object) -> float:
             return float(value if detach is None else detach())  # type: ignore[arg-type]  # or below
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             msg = f"metric {name!r} is {type(value).__name__} {str(value)[:40]!r}: {error}"
-            raise InvalidInputError(msg) from error
+            raise InvalidInputError(msg, hint="one number, such as value.mean().item()") from error
     msg = f"metric {name!r} is the text {value[:40]!r}, not a number"
-    raise InvalidInputError(msg)
+    raise InvalidInputError(msg, hint="float(value)")

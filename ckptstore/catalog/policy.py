@@ -22,8 +22,6 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
 
-__all__ = ["Policy", "Rules", "rounding_of"]
-
 _FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
 """Level to the field that holds its rules, from the most that is kept to the least."""
 _ROUNDINGS: Final = ("bf16", "int8")
@@ -154,8 +152,7 @@ class Policy:
         A stored policy may have encodings alone: it then decides nothing.
         """
         if not self.has_rules:
-            msg = "a policy without rules would delete everything"
-            raise PolicyError(msg, hint=RULES_HINT)
+            raise PolicyError("a policy without rules would delete everything", hint=RULES_HINT)
 
 
 def rounding_of(level: Level, lossy: Iterable[Encoding | str]) -> tuple[Encoding, ...]:
@@ -205,8 +202,7 @@ def _lossy(listed: Sequence[Encoding | str]) -> tuple[Encoding, ...]:
 def _encodings(wanted: object) -> dict[str, str]:
     found = EncodingRules(wanted).to_json()  # type: ignore[arg-type]  # it checks what it is
     if len(found) > limits.POLICY_RULES_MAX:
-        msg = f"{len(found)} encodings are more than {limits.POLICY_RULES_MAX}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{len(found)} encodings are more than {limits.POLICY_RULES_MAX}")
     return found
 
 
@@ -214,6 +210,5 @@ def _rules(texts: Rules) -> tuple[Rule, ...]:
     listed = [texts] if isinstance(texts, str) else texts
     found = dict.fromkeys(rule for text in listed for rule in parse_rules(text))
     if len(found) > limits.POLICY_RULES_MAX:
-        msg = f"{len(found)} rules are more than {limits.POLICY_RULES_MAX}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{len(found)} rules are more than {limits.POLICY_RULES_MAX}")
     return tuple(found)

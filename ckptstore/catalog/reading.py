@@ -1,26 +1,23 @@
 """Reads the log: the numbers of its commits, and their content.
 
-Names are never probed. On NFS a failed lookup is remembered for up to 30 s, while a listing shows
-a new name at once; so the tail is listed, and only what was listed is opened. What is known to
-exist but cannot be opened yet is tried again for a bounded time, then it is an error.
+Names are not probed where they can be listed (:mod:`ckptstore.catalog.unlisted` does where they
+cannot). On NFS a failed lookup is remembered for up to 30 s, while a listing shows a new name at
+once; so the tail is listed, and only what was listed is opened. What is known to exist but cannot
+be opened yet is tried again for a bounded time, then it is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count, takewhile
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.transfers import Threads
+from ckptstore.catalog import snapshots
 from ckptstore.catalog.commits import Commit, decode_commit
+from ckptstore.catalog.unlisted import Unlisted
 from ckptstore.config import Environment
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    ObjectNotFoundError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
 
@@ -32,8 +29,15 @@ class LogReader:
         self._environment = environment
         self._last: tuple[int, int, float | None] | None = None
         """Number, size and time of the last commit; no time if it was written here."""
+        self._unlisted = None if backend.capabilities.lists else Unlisted(backend, self._wait)
 
-    def numbers(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
+    def snapshots(self) -> list[int]:
+        """Return the numbers of the catalog snapshots; where none are listed, of likely ones."""
+        if self._unlisted is not None:
+            return self._unlisted.snapshots()
+        return snapshots.listed(self._backend)
+
+    def numbers(self, after: int) -> tuple[list[int], errors.CorruptObjectError | None]:
         """List the commits after number `after`.
 
         Returns
@@ -45,7 +49,7 @@ class LogReader:
         listed, gap = self._listed(after)
         return list(listed), gap
 
-    def _listed(self, after: int) -> tuple[dict[int, ObjectInfo], CorruptObjectError | None]:
+    def _listed(self, after: int) -> tuple[dict[int, ObjectInfo], errors.CorruptObjectError | None]:
         """List as :meth:`numbers`, with what the listing says of each commit."""
         listed: dict[int, ObjectInfo] = {}
 
@@ -65,9 +69,9 @@ class LogReader:
         missing = commit_key(after + 1 + len(whole))
         last = commit_key(max(listed))
         msg = f"the log has a gap: {missing} is missing, though {last} is there"
-        return whole, CorruptObjectError(msg, hint="restore it from a replica or a backup")
+        return whole, errors.CorruptObjectError(msg, hint="restore it from a replica or a backup")
 
-    def tail(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
+    def tail(self, after: int) -> tuple[list[int], errors.CorruptObjectError | None]:
         """List as :meth:`numbers`, and remember of the last commit what :meth:`since` compares.
 
         By one thread at a time.
@@ -80,7 +84,7 @@ class LogReader:
         """Remember the last commit, which this process wrote. By one thread at a time."""
         self._last = (number, size_bytes, None)
 
-    def since(self, number: int, digest: str) -> tuple[list[int], CorruptObjectError | None]:
+    def since(self, number: int, digest: str) -> tuple[list[int], errors.CorruptObjectError | None]:
         """List the commits after commit `number`, which was seen before and must be there still.
 
         No commit is ever deleted: where it is gone the log was cut short, or the store emptied or
@@ -100,7 +104,7 @@ class LogReader:
             if self._contradicts(number, listed[number]) and self._is_other(number, digest):
                 msg = f"{commit_key(number)} is not the commit that was there before"
                 hint = "was the store replaced or restored? open it again to see"
-                return [], CorruptObjectError(msg, hint=hint)
+                return [], errors.CorruptObjectError(msg, hint=hint)
             self._remember(listed)
             return list(listed)[1:], gap
         if gap is not None:
@@ -109,7 +113,7 @@ class LogReader:
             return self.numbers(number)
         msg = f"{commit_key(number)}, which was there before, is gone: the log was cut short"
         hint = "was the store emptied, replaced, restored or unmounted? open it again to see"
-        return [], CorruptObjectError(msg, hint=hint)
+        return [], errors.CorruptObjectError(msg, hint=hint)
 
     def _remember(self, listed: Mapping[int, ObjectInfo]) -> None:
         last = max(listed, default=0)
@@ -127,7 +131,7 @@ class LogReader:
         """Return whether a sound commit of a number has another digest; False for damage."""
         try:
             return self.read(number).digest != digest
-        except (CorruptObjectError, UnsupportedFeatureError):
+        except (errors.CorruptObjectError, errors.UnsupportedFeatureError):
             return False
 
     def read(self, number: int) -> Commit:
@@ -149,20 +153,21 @@ class LogReader:
             """Read the commit; say whether it was there."""
             try:
                 data.append(self._backend.get(key, bytes_max=limits.COMMIT_BYTES_MAX))
-            except ObjectNotFoundError:
+            except errors.ObjectNotFoundError:
                 return False
             return True
 
         if not self._wait(open_it):
             msg = f"{key} is listed, but cannot be opened"
-            raise CorruptObjectError(msg, hint="restore it from a replica or a backup")
+            raise errors.CorruptObjectError(msg, hint="restore it from a replica or a backup")
         commit = decode_commit(data[0], where=key)
         if commit.number != number:
-            msg = f"{key} holds commit {commit.number}"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(f"{key} holds commit {commit.number}")
         return commit
 
-    def read_many(self, numbers: Sequence[int]) -> tuple[list[Commit], CkptStoreError | None]:
+    def read_many(
+        self, numbers: Sequence[int]
+    ) -> tuple[list[Commit], errors.CkptStoreError | None]:
         """Read commits in parallel.
 
         Returns
@@ -173,7 +178,7 @@ class LogReader:
         workers = min(self._backend.capabilities.concurrency, len(numbers))
         if workers < 2:
             return _until_error(map(self._try_read, numbers))
-        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-log") as pool:
+        with Threads(workers, thread_name_prefix="ckptstore-log") as pool:
             return _until_error(pool.map(self._try_read, numbers))
 
     def find(self, number: int, *, wait: bool) -> Commit | None:
@@ -186,16 +191,26 @@ class LogReader:
 
         return self.read(number) if (self._wait(look) if wait else look()) else None
 
+    def opens(self, number: int) -> bool:
+        """Return whether commit `number` can be read by its name, whatever a listing shows."""
+        try:
+            self._backend.get(commit_key(number), bytes_max=limits.COMMIT_BYTES_MAX)
+        except errors.ObjectNotFoundError:
+            return False
+        return True
+
     def _wait(self, done: Callable[[], bool]) -> bool:
         return wait_until(self._backend, self._environment, done)
 
     def _list(self, after: int) -> Iterator[ObjectInfo]:
+        if self._unlisted is not None:
+            return self._unlisted.commits(after)
         return self._backend.list(COMMITS_PREFIX, after=commit_key(after))
 
-    def _try_read(self, number: int) -> Commit | CkptStoreError:
+    def _try_read(self, number: int) -> Commit | errors.CkptStoreError:
         try:
             return self.read(number)
-        except CkptStoreError as error:
+        except errors.CkptStoreError as error:
             return error
 
 
@@ -218,11 +233,11 @@ def wait_until(backend: Backend, environment: Environment, done: Callable[[], bo
 
 
 def _until_error(
-    results: Iterator[Commit | CkptStoreError],
-) -> tuple[list[Commit], CkptStoreError | None]:
+    results: Iterator[Commit | errors.CkptStoreError],
+) -> tuple[list[Commit], errors.CkptStoreError | None]:
     commits: list[Commit] = []
     for result in results:
-        if isinstance(result, CkptStoreError):
+        if isinstance(result, errors.CkptStoreError):
             return commits, result
         commits.append(result)
     return commits, None

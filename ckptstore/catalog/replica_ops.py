@@ -7,10 +7,10 @@ functions return the operations for what a caller wants.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from sys import intern
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
@@ -20,17 +20,13 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Part, level_of, parts_of_level
 from ckptstore.catalog.lifecycle_ops import Fork, Ids
 from ckptstore.catalog.state import Fold, Op
-from ckptstore.catalog.suggestions import did_you_mean
+from ckptstore.chunking import batches
 from ckptstore.errors import ConflictError, LimitError, NotFoundError
-from ckptstore.format.fields import EncodingName, Id, ManifestPointer
-from ckptstore.format.names import (
-    check_replica_name,
-    check_replica_url,
-    check_run_name,
-    encode_metadata,
-)
-from ckptstore.format.snapshot import Flag, VersionRow, decode_details
+from ckptstore.format import names
+from ckptstore.format.fields import EncodingName, Id, ManifestPointer, TimeMs
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details, with_details
 from ckptstore.model import ReplicaInfo, RoleBytes, Version
+from ckptstore.suggestions import did_you_mean
 
 CHECKED_KEY: Final = "read_back_s"
 """In the receipt of a version that came: how long it took to read it back, before it was shown."""
@@ -55,7 +51,7 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
     with what the copy took.
     """
 
-    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    created_at_ms: TimeMs
     """When it was first saved, by the writer's clock."""
     store: Id
     """Id of the store that it was first saved in."""
@@ -105,17 +101,13 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
             raise fold.broken(f"the version {self.version} exists")
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)
-        details = msgspec.structs.replace(
-            decode_details(row),
-            origin=before.origin,
-            replicas=before.replicas,
-            pinned_by=before.pinned_by,
+        row = with_details(
+            row, origin=before.origin, replicas=before.replicas, pinned_by=before.pinned_by
         )
         return msgspec.structs.replace(
             row,
             commit=known.commit,
             metrics=known.metrics,
-            details=msgspec.msgpack.encode(details),
             flags=LEVEL_FLAGS[self.level] | (known.flags & ~_CONTENT),
         )
 
@@ -131,13 +123,10 @@ class Replicated(Op, frozen=True, kw_only=True, tag="replicated"):
         """Add the store to those that have the versions; of too many the last stay."""
         for version_id in self.versions:
             row = fold.version(version_id)
-            details = decode_details(row)
-            if self.store in details.replicas:
-                continue
-            noted = (*details.replicas, self.store)[-limits.REPLICAS_MAX :]
-            more = msgspec.structs.replace(details, replicas=noted)
-            packed = msgspec.msgpack.encode(more)
-            fold.versions[row.id] = msgspec.structs.replace(row, details=packed)
+            known = decode_details(row).replicas
+            if self.store not in known:
+                noted = (*known, self.store)[-limits.REPLICAS_MAX :]
+                fold.versions[row.id] = with_details(row, replicas=noted)
 
 
 class NameReplica(Op, frozen=True, kw_only=True, tag="name-replica"):
@@ -214,9 +203,8 @@ def check_line(target: Catalog, source: Catalog, runs: Iterable[str]) -> None:
         own = target.ids(name)
         if own and not any(source.has_version(version_id) for version_id in own):
             msg = f"the run {name!r} of the target has nothing in common with the source's"
-            raise ConflictError(
-                msg, hint="another name for it there: ckptstore fork REF NEW_RUN --to URL"
-            )
+            hint = "another name for it there: ckptstore fork REF NEW_RUN --to URL"
+            raise ConflictError(msg, hint=hint)
 
 
 def arrive(
@@ -227,6 +215,7 @@ def arrive(
     store: str,
     arrivals: Mapping[str, Arrival],
     again: Container[str] = (),
+    alone: bool = False,
 ) -> list[Op]:
     """Return the operations that make versions of another store visible here.
 
@@ -242,6 +231,8 @@ def arrive(
         Content by id of the version; the others come as records.
     again
         Ids of versions that come back if this store has deleted them, or keeps but a part.
+    alone
+        Where a parent is unknown here, the nearest known ancestor takes its place.
 
     Raises
     ------
@@ -264,6 +255,10 @@ def arrive(
         if version.run not in made:
             made.add(version.run)
             ops += _run(target, source, version.run, coming)
+        if alone:
+            parents = (one.id for one in source.ancestors(version.parent)) if version.parent else ()
+            known = (one for one in parents if one in coming or target.has_version(one))
+            version = replace(version, parent=next(known, "") if here is None else here.parent)
         coming.add(version.id)
         head = arrival is not None and _advances(target, source, version)
         ops.append(_replicate(version, arrival, store=store, head=head))
@@ -305,7 +300,7 @@ def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -
     info = source.run(name)
     known = target.has_version(info.origin) and not target.version(info.origin).deleted
     if not target.has_run(name) and info.origin and (known or info.origin in coming):
-        run = check_run_name(name)
+        run = names.check_run_name(name)
         return [Fork(run=run, source=info.origin, metrics=dict(info.metrics))]
     return run_ops.ensure_run(target, name, _new_directions(target, source, name))
 
@@ -330,7 +325,7 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
         manifest=None if arrival is None else arrival.manifest,
         content=version.content,
         metrics=dict(version.metrics),
-        metadata=msgspec.Raw(encode_metadata(version.metadata)),
+        metadata=msgspec.Raw(names.encode_metadata(version.metadata)),
         roles=run_ops.sizes(roles),
         receipt=receipt,
         abandoned=version.abandoned,
@@ -437,7 +432,7 @@ def keeps_head(target: Catalog, source: Catalog, name: str) -> bool:
 def _left(source: Catalog, here: str, head: str) -> bool:
     """Return whether the source has left a version behind, for another line that its head is on."""
     gone = source.version(here)
-    return gone.abandoned or (gone.deleted and not source.descends(here, head))
+    return gone.abandoned or (gone.deleted and source.way(here, head) is None)
 
 
 def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
@@ -450,7 +445,7 @@ def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op
         for version_id in versions
         if catalog.has_version(version_id) and store not in catalog.version(version_id).replicas
     ]
-    first = next(lifecycle_ops.parts(fresh), ())
+    first = next(batches(fresh, limits.VERSIONS_PER_OP_MAX), ())
     return [Replicated(versions=first, store=store)] if first else []
 
 
@@ -494,8 +489,8 @@ def name_replica(catalog: Catalog, *, name: str, url: str, store: str) -> list[O
     LimitError
         ``REPLICAS_MAX`` have names.
     """
-    check_replica_name(name)
-    check_replica_url(url)
+    names.check_replica_name(name)
+    names.check_replica_url(url)
     known = catalog.replicas.get(name)
     if known == ReplicaInfo(name=name, url=url, store=store):
         return []

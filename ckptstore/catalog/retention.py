@@ -28,21 +28,9 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.retention_rules import CONTESTED, Tagged, View
+from ckptstore.catalog.retention_rules import CONTESTED, Tagged, Times, View
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.model import RoleBytes, Version
-
-__all__ = [
-    "Decision",
-    "Fate",
-    "RunPlan",
-    "chosen_by",
-    "plan",
-    "plan_run",
-    "reclaimable",
-    "stored_encodings",
-    "stored_policy",
-]
 
 Fate = Level | Literal["gone"]
 """The level at which a version is kept, or ``gone``: deleted."""
@@ -91,7 +79,7 @@ def plan(
     *,
     policy: Policy | None = None,
     run: str | None = None,
-    now_ms: int,
+    times: Times,
     free: Container[str] | None = None,
 ) -> list[RunPlan]:
     """Return the plan of a run, or of all runs.
@@ -100,9 +88,8 @@ def plan(
     ----------
     policy
         For all these runs; None for the policy that each has, or the store's.
-    now_ms
-        Time that ages are counted from, in milliseconds since 1970; they are those of the writers'
-        clocks.
+    times
+        Tells the ages of versions; asked by rules of time alone.
     free
         Ids of versions that may change; all others stay as they are. None: all may.
 
@@ -122,7 +109,7 @@ def plan(
         if found is None:
             plans.append(_untouched(catalog, name))
         else:
-            plans.append(plan_run(catalog, name, found, now_ms=now_ms, free=free))
+            plans.append(plan_run(catalog, name, found, times=times, free=free))
     return plans
 
 
@@ -164,12 +151,7 @@ def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
 
 
 def plan_run(
-    catalog: Catalog,
-    run: str,
-    policy: Policy,
-    *,
-    now_ms: int,
-    free: Container[str] | None = None,
+    catalog: Catalog, run: str, policy: Policy, *, times: Times, free: Container[str] | None = None
 ) -> RunPlan:
     """Return the plan of one run under a policy; as :func:`plan`.
 
@@ -182,12 +164,12 @@ def plan_run(
     """
     policy.check()
     try:
-        return _Planning(catalog, run, policy, now_ms=now_ms, free=free).plan()
+        return _Planning(catalog, run, policy, times=times, free=free).plan()
     except InvalidInputError as error:
         return _untouched(catalog, run, policy=policy, refused=str(error))
 
 
-def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> list[Version]:
+def chosen_by(catalog: Catalog, run: str, policy: Policy, *, times: Times) -> list[Version]:
     """Return the versions of a run that a rule of level ``full`` names, oldest first.
 
     Unlike :func:`plan_run` by the rules alone: not those that are kept whatever the rules say.
@@ -199,7 +181,7 @@ def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> lis
     InvalidInputError
         A rule does not fit the run: the metric has no direction, say.
     """
-    planning = _Planning(catalog, run, policy, now_ms=now_ms)
+    planning = _Planning(catalog, run, policy, times=times)
     chosen = planning.matched("full")
     return [version for version in planning.versions if version.id in chosen]
 
@@ -249,7 +231,7 @@ class _Planning:
         run: str,
         policy: Policy,
         *,
-        now_ms: int,
+        times: Times,
         free: Container[str] | None = None,
     ) -> None:
         self.versions = list(catalog.versions(run))
@@ -258,7 +240,7 @@ class _Planning:
         self.head = catalog.head_id(run)
         self.free = free
         self._run = run
-        self._view = View(directions=catalog.run(run).metrics, now_ms=now_ms)
+        self._view = View(directions=catalog.run(run).metrics, times=times)
 
     def plan(self) -> RunPlan:
         """Decide on every version: what the rules say, then what holds whatever they say."""

@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn, Protocol
 
 from ckptstore import limits
 from ckptstore.catalog.metrics import ranked
@@ -30,24 +30,6 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 from ckptstore.model import Version
-
-__all__ = [
-    "RULES_HINT",
-    "Abandoned",
-    "All",
-    "Best",
-    "EverySteps",
-    "EveryTime",
-    "Last",
-    "Rule",
-    "Tagged",
-    "View",
-    "Within",
-    "duration_text",
-    "parse_bytes",
-    "parse_duration",
-    "parse_rules",
-]
 
 _UNITS_S: Final = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
 _DURATION: Final = re.compile(r"(?:[0-9]+[wdhms])+")
@@ -59,18 +41,23 @@ RULES_HINT: Final = (
 )
 
 
+class Times(Protocol):
+    """The clock that ages are counted by; asked by rules of time alone."""
+
+    def age_s(self, version: Version) -> float:
+        """Return the age of a version in seconds."""
+
+    def saved_s(self, version: Version) -> float:
+        """Return when a version came to the store, in seconds since 1970."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """The run that rules are applied to, besides its versions."""
 
     directions: Mapping[str, Direction]
     """Direction in which each metric of the run gets better."""
-    now_ms: int
-    """Milliseconds since 1970."""
-
-    def age_s(self, version: Version) -> float:
-        """Return the age of a version, by its writer's clock."""
-        return self.now_ms / 1000 - version.created_at.timestamp()
+    times: Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +98,11 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EveryTime:
-    """Keeps the first version of each stretch of time, by its time of creation, from 1970 on."""
+    """Keeps the first version of each stretch of time, from 1970 on.
+
+    By the storage's clock, and also the first by the clocks of the writers: where a store was
+    copied, or versions came from another one, the storage has one time for many.
+    """
 
     seconds: int
 
@@ -121,9 +112,11 @@ class EveryTime:
 
     def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
         """Return the ids of the versions that the rule chooses; `among` is oldest first."""
-        chosen: dict[int, str] = {}
+        chosen: dict[tuple[str, int], str] = {}
         for version in among:
-            chosen.setdefault(math.floor(version.created_at.timestamp() / self.seconds), version.id)
+            times = (view.times.saved_s(version), version.created_at.timestamp())
+            for clock, time_s in zip(("storage", "writer"), times, strict=True):
+                chosen.setdefault((clock, math.floor(time_s / self.seconds)), version.id)
         return chosen.values()
 
 
@@ -140,7 +133,7 @@ class Within:
     def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
         """Return the ids of the versions that the rule chooses; `among` is oldest first."""
         line = (version for version in among if not version.abandoned)
-        return [version.id for version in line if view.age_s(version) < self.seconds]
+        return [version.id for version in line if view.times.age_s(version) < self.seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +191,7 @@ class Abandoned:
     def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
         """Return the ids of the versions that the rule chooses; `among` is oldest first."""
         left = (version for version in among if version.abandoned)
-        return [version.id for version in left if view.age_s(version) < self.seconds]
+        return [version.id for version in left if view.times.age_s(version) < self.seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +251,7 @@ def parse_duration(text: str) -> int:
     return seconds
 
 
-_SUFFIXES: Final = {
-    "": 1,
-    "K": limits.KIB,
-    "KIB": limits.KIB,
-    "M": limits.MIB,
-    "MIB": limits.MIB,
-    "G": limits.GIB,
-    "GIB": limits.GIB,
-}
+_SUFFIXES: Final = {"": 1, "K": limits.KIB, "M": limits.MIB, "G": limits.GIB}
 
 
 def parse_bytes(text: str) -> int:
@@ -278,7 +263,8 @@ def parse_bytes(text: str) -> int:
         If it is no such text.
     """
     number = text.strip().upper().rstrip("KMGIB")
-    factor = _SUFFIXES.get(text.strip().upper()[len(number) :].strip())
+    suffix = text.strip().upper()[len(number) :].strip()
+    factor = _SUFFIXES.get(suffix[:1] if suffix[1:] in ("", "IB") else suffix)
     if factor is None or not number.strip().isdecimal():
         msg = f"{text!r} is not a number of bytes"
         raise InvalidInputError(msg, hint="write 4MiB, 512KiB or a plain number")

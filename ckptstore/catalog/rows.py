@@ -13,13 +13,7 @@ import msgspec
 from ckptstore.catalog.levels import level_of
 from ckptstore.catalog.state import RunState, State
 from ckptstore.errors import CorruptObjectError, InvalidInputError
-from ckptstore.format.names import (
-    check_metadata_json,
-    check_replica_name,
-    check_replica_url,
-    check_run_name,
-    check_tag,
-)
+from ckptstore.format import names
 from ckptstore.format.snapshot import (
     Flag,
     RunRow,
@@ -144,20 +138,19 @@ def state_of(body: SnapshotBody) -> State:
     runs: dict[str, RunState] = {}
     for row in body.runs:
         run = RunState(*msgspec.structs.astuple(row))
-        run.name = intern(check_run_name(run.name))
+        run.name = intern(names.check_run_name(run.name))
         for tag in run.tags:
-            check_tag(tag)
+            names.check_tag(tag)
         runs[run.name] = run
     versions = _placed(body.versions, runs)
     if len(versions) != len(body.versions) or len(runs) != len(body.runs):
-        msg = "a run or a version is there twice"
-        raise InvalidInputError(msg)
+        raise InvalidInputError("a run or a version is there twice")
     for run in runs.values():
         _check_run(run, versions)
-    check_metadata_json(body.policy or b"{}")
+    names.check_metadata_json(body.policy or b"{}")
     for name, (url, _) in body.replicas.items():
-        check_replica_name(name)
-        check_replica_url(url)
+        names.check_replica_name(name)
+        names.check_replica_url(url)
     return State(
         number=body.number,
         digest=body.digest,
@@ -177,8 +170,7 @@ def _placed(rows: Sequence[VersionRow], runs: Mapping[str, RunState]) -> dict[st
     """Return the rows by their ids, and note in each run which are its own."""
     ids = "".join([row.id for row in rows])
     if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in rows):
-        msg = "a version's id is not 32 hex digits"
-        raise InvalidInputError(msg)
+        raise InvalidInputError("a version's id is not 32 hex digits")
     versions: dict[str, VersionRow] = {}
     for row in rows:
         run = runs[row.run]
@@ -195,9 +187,7 @@ def _check_run(run: RunState, versions: Mapping[str, VersionRow]) -> None:
     """Raise for a run that names versions which are not there, or not its own."""
     for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
         if versions[version_id].run != run.name:
-            msg = f"run {run.name!r} points to a version of another"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"run {run.name!r} points to a version of another")
     if run.origin and run.origin not in versions:
-        msg = f"run {run.name!r} was forked from a version that is not there"
-        raise InvalidInputError(msg)
-    check_metadata_json(run.policy or b"{}")
+        raise InvalidInputError(f"run {run.name!r} was forked from a version that is not there")
+    names.check_metadata_json(run.policy or b"{}")

@@ -16,49 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from math import isfinite
 from sys import intern
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.catalog.state import Fold, Op, RunState
-from ckptstore.catalog.suggestions import did_you_mean
-from ckptstore.errors import (
-    CommitConflictError,
-    CondemnedError,
-    InvalidInputError,
-    LimitError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
-from ckptstore.format.fields import (
-    Count,
-    Digest,
-    Directions,
-    Id,
-    ManifestPointer,
-    Metrics,
-    RoleSizes,
-)
-from ckptstore.format.names import (
-    check_listed,
-    check_run_name,
-    check_tag,
-    encode_metadata,
-)
-from ckptstore.format.snapshot import Details, VersionRow, decode_metrics, encode_metrics
+from ckptstore.format import fields, snapshot
+from ckptstore.format.names import check_listed, check_run_name, check_tag, encode_metadata
 from ckptstore.model import RoleBytes, Version
-
-IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+from ckptstore.suggestions import did_you_mean
 
 
 class CreateRun(Op, frozen=True, kw_only=True, tag="create-run"):
     """A run begins; its name must not be taken."""
 
     run: str
-    metrics: Directions = msgspec.field(default_factory=dict)
+    metrics: fields.Directions = msgspec.field(default_factory=dict)
 
     def apply(self, fold: Fold) -> None:
         """Add the run."""
@@ -69,7 +45,7 @@ class Declare(Op, frozen=True, kw_only=True, tag="declare"):
     """A run learns directions of further metrics; what it knows must not change."""
 
     run: str
-    metrics: Directions
+    metrics: fields.Directions
 
     def apply(self, fold: Fold) -> None:
         """Add the directions to those of the run."""
@@ -84,7 +60,7 @@ class Declare(Op, frozen=True, kw_only=True, tag="declare"):
 class Measured(Op, frozen=True, kw_only=True):
     """An operation that brings metrics of a version; texts for values that are not finite too."""
 
-    metrics: Metrics
+    metrics: fields.Metrics
 
     def __post_init__(self) -> None:
         """Check the names; replace texts by floats."""
@@ -108,53 +84,45 @@ class Measured(Op, frozen=True, kw_only=True):
 class NewVersion(Measured, frozen=True, kw_only=True):
     """An operation that makes a version known."""
 
-    version: Id
+    version: fields.Id
     run: str
-    step: Count
-    parent: IdOrEmpty
+    step: fields.Count
+    parent: fields.IdOrEmpty
     """Id of the version that it continues, or empty."""
-    content: Digest
+    content: fields.Digest
     """Digest of the state: equal for equal states, wherever they lie."""
-    metrics: Metrics = msgspec.field(default_factory=dict)
+    metrics: fields.Metrics = msgspec.field(default_factory=dict)
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """The user's JSON object as :func:`ckptstore.format.names.encode_metadata` made it."""
-    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    roles: Annotated[Mapping[str, fields.RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
     receipt: Annotated[
         Mapping[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)
     ] = {}
     """Seconds and bytes of the save's stages; each name ends in its unit."""
 
-    def row(self, fold: Fold, manifest: ManifestPointer, at_ms: int, origin: str) -> VersionRow:
+    def row(
+        self, fold: Fold, manifest: fields.ManifestPointer, at_ms: int, origin: str
+    ) -> snapshot.VersionRow:
         """Return its row in the catalog.
 
         The row shares its strings with the rows before it: a quarter of a catalog's memory.
         """
-        details = Details(
-            manifest.key,
-            manifest.stored_bytes,
-            bytes.fromhex(manifest.digest),
-            bytes.fromhex(self.content),
-            pack_roles(self.roles),
-            dict(self.receipt),
-            bytes(self.metadata),
-            origin=intern(origin),
-        )
-        return VersionRow(
-            self.version,
-            fold.run(self.run).name,
-            self.step,
-            fold.version(self.parent).id if self.parent else "",
-            at_ms,
-            fold.number,
-            encode_metrics(self.floats),
-            msgspec.msgpack.encode(details),
-        )
+        details = snapshot.Details(
+            manifest.key, manifest.stored_bytes, bytes.fromhex(manifest.digest),
+            bytes.fromhex(self.content), pack_roles(self.roles), dict(self.receipt),
+            bytes(self.metadata), origin=intern(origin),
+        )  # fmt: skip
+        run, parent = fold.run(self.run).name, fold.version(self.parent).id if self.parent else ""
+        return snapshot.VersionRow(
+            self.version, run, self.step, parent, at_ms, fold.number,
+            snapshot.encode_metrics(self.floats), msgspec.msgpack.encode(details),
+        )  # fmt: skip
 
 
 class Save(NewVersion, frozen=True, kw_only=True, tag="save"):
     """A version appears and becomes the head of its run."""
 
-    manifest: ManifestPointer
+    manifest: fields.ManifestPointer
     tags: Annotated[Sequence[str], msgspec.Meta(max_length=limits.TAGS_PER_VERSION_MAX)] = ()
 
     def apply(self, fold: Fold) -> None:
@@ -171,17 +139,29 @@ class Save(NewVersion, frozen=True, kw_only=True, tag="save"):
 
 
 class Annotate(Measured, frozen=True, kw_only=True, tag="annotate"):
-    """Metrics arrive for a version; later values replace earlier ones."""
+    """Metrics or metadata arrive for a version; later values replace earlier ones."""
 
-    version: Id
+    version: fields.Id
+    metrics: fields.Metrics = msgspec.field(default_factory=dict)
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+    """Entries over those of the version's JSON object."""
 
     def apply(self, fold: Fold) -> None:
-        """Put the metrics over those of the version."""
+        """Put the metrics and the entries over those of the version."""
         row = fold.version(self.version)
-        metrics = {**decode_metrics(row), **self.floats}
+        if bytes(self.metadata) != b"{}":
+            before = snapshot.decode_details(row).metadata
+            try:
+                merged = _merged(before, bytes(self.metadata))
+            except errors.CkptStoreError as error:
+                raise fold.broken(f"version {row.id}: {error.message}") from error
+            row = snapshot.with_details(row, metadata=merged)
+        metrics = {**snapshot.decode_metrics(row), **self.floats}
         if len(metrics) > limits.METRICS_MAX:
             raise fold.broken(f"version {row.id} has more than {limits.METRICS_MAX} metrics")
-        fold.versions[row.id] = msgspec.structs.replace(row, metrics=encode_metrics(metrics))
+        fold.versions[row.id] = msgspec.structs.replace(
+            row, metrics=snapshot.encode_metrics(metrics)
+        )
 
 
 class Tag(Op, frozen=True, kw_only=True, tag="tag"):
@@ -189,7 +169,7 @@ class Tag(Op, frozen=True, kw_only=True, tag="tag"):
 
     run: str
     tag: str
-    version: Id
+    version: fields.Id
 
     def apply(self, fold: Fold) -> None:
         """Point the tag to the version."""
@@ -211,7 +191,7 @@ class Untag(Op, frozen=True, kw_only=True, tag="untag"):
             raise fold.broken(f"run {self.run!r} has no tag {self.tag!r}")
 
 
-def pack_roles(roles: Mapping[str, RoleSizes]) -> dict[str, tuple[int, int, int]]:
+def pack_roles(roles: Mapping[str, fields.RoleSizes]) -> dict[str, tuple[int, int, int]]:
     """Return sizes per role as a row has them."""
     return {role: (item.logical, item.new, item.stored) for role, item in roles.items()}
 
@@ -231,11 +211,10 @@ def ensure_run(catalog: Catalog, run: str, directions: Mapping[str, str]) -> lis
     for name, direction in wanted.items():
         if known.get(name, direction) != direction:
             msg = f"metric {name!r} of run {run!r} has the direction {known[name]!r}"
-            raise InvalidInputError(msg, hint="use another name for the other direction")
+            raise errors.InvalidInputError(msg, hint="use another name for the other direction")
     fresh = {name: direction for name, direction in wanted.items() if name not in known}
     if len(known) + len(fresh) > limits.METRICS_MAX:
-        msg = f"run {run!r} would declare more than {limits.METRICS_MAX} metrics"
-        raise LimitError(msg)
+        raise errors.LimitError(f"run {run!r} would declare more than {limits.METRICS_MAX} metrics")
     return [Declare(run=run, metrics=fresh)] if fresh else []
 
 
@@ -245,7 +224,7 @@ def save(
     run: str,
     version: str,
     step: int,
-    manifest: ManifestPointer,
+    manifest: fields.ManifestPointer,
     content: str,
     directions: Mapping[str, str] | None = None,
     metrics: Mapping[str, object] | None = None,
@@ -278,13 +257,12 @@ def save(
     check_listed(tags, "tags")
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
-        raise LimitError(msg)
+        raise errors.LimitError(msg)
     check_not_condemned(catalog, relies_on)
     ops = ensure_run(catalog, run, directions or {})
     head = catalog.head_id(run)
     if catalog.has_version(version):
-        msg = f"the version {version} is in the log already"
-        raise CommitConflictError(msg)
+        raise errors.CommitConflictError(f"the version {version} is in the log already")
     ops.append(
         Save(
             version=version,
@@ -311,16 +289,20 @@ def _step(step: object) -> int:
         number = -1
     if not 0 <= number <= limits.STEP_MAX:
         msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {step!r}"
-        raise InvalidInputError(msg)
+        hint = "count steps, and write int(step) where it is a float"
+        raise errors.InvalidInputError(msg, hint=hint)
     return number
 
 
-def check_not_condemned(catalog: Catalog, keys: Iterable[str]) -> None:
+_AGAIN: Final = "save again; or collect with a longer grace"
+
+
+def check_not_condemned(catalog: Catalog, keys: Iterable[str], hint: str = _AGAIN) -> None:
     """Return if no object of `keys` was condemned; raises CondemnedError that names those."""
     condemned = catalog.gone(keys)
     if condemned:
-        msg = f"{len(condemned)} objects were condemned meanwhile, such as {min(condemned)}"
-        error = CondemnedError(msg, hint="save again; or collect with a longer grace")
+        msg = f"a collection has condemned {len(condemned)} of the objects, as {min(condemned)}"
+        error = errors.CondemnedError(msg, hint=hint)
         error.keys = frozenset(condemned)
         raise error
 
@@ -330,39 +312,52 @@ def there(catalog: Catalog, version_id: str) -> Version:
     version = catalog.version(version_id)
     if version.deleted:
         msg = f"{version.label} was deleted"
-        raise VersionNotFoundError(msg, hint=f"ckptstore undelete {version.id[:12]}")
+        raise errors.VersionNotFoundError(msg, hint=f"ckptstore undelete {version.id[:12]}")
     return version
 
 
-def sizes(roles: Mapping[str, RoleBytes]) -> dict[str, RoleSizes]:
+def sizes(roles: Mapping[str, RoleBytes]) -> dict[str, fields.RoleSizes]:
     """Return bytes per role as the log has them."""
     return {
-        role: RoleSizes(logical=item.logical, new=item.new, stored=item.stored)
+        role: fields.RoleSizes(logical=item.logical, new=item.new, stored=item.stored)
         for role, item in roles.items()
     }
 
 
-def annotate(catalog: Catalog, version: str, metrics: Mapping[str, object]) -> list[Op]:
-    """Return the operation that adds metrics to a version, or replaces their values.
+def _merged(metadata: bytes, entries: bytes) -> bytes:
+    """Return a JSON object with the entries of another one over its own; checked."""
+    return encode_metadata({**msgspec.json.decode(metadata), **msgspec.json.decode(entries)})
+
+
+def annotate(
+    catalog: Catalog,
+    version: str,
+    metrics: Mapping[str, object],
+    metadata: Mapping[str, object] | None = None,
+) -> list[Op]:
+    """Return the operation that adds metrics and metadata to a version, or replaces their values.
 
     Raises
     ------
     VersionNotFoundError
         If there is no version of this id.
     InvalidInputError
-        If a metric is not accepted, or none is given.
+        If a metric or the metadata is not accepted, or neither is given.
     LimitError
-        If the version would have more than ``METRICS_MAX``.
+        If the version would have more than ``METRICS_MAX``, or too much metadata.
     """
     checked = check_metrics(metrics)
-    if not checked:
-        msg = "no metric to annotate with"
-        raise InvalidInputError(msg)
-    count = len({*catalog.version(version).metrics, *checked})
+    entries = encode_metadata(metadata or {})
+    if not checked and not metadata:
+        msg = "nothing to annotate with: no metric, no note and no other metadata"
+        raise errors.InvalidInputError(msg, hint="such as val_loss=2.31, or --note TEXT")
+    found = catalog.version(version)
+    encode_metadata({**found.metadata, **(metadata or {})})
+    count = len({*found.metrics, *checked})
     if count > limits.METRICS_MAX:
         msg = f"version {version} would have {count} metrics, more than {limits.METRICS_MAX}"
-        raise LimitError(msg)
-    return [Annotate(version=version, metrics=checked)]
+        raise errors.LimitError(msg)
+    return [Annotate(version=version, metrics=checked, metadata=msgspec.Raw(entries))]
 
 
 def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
@@ -376,11 +371,11 @@ def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
         If the tag is not accepted, or the version is of another run.
     """
     if not catalog.has_run(run):
-        raise RunNotFoundError(f"there is no run {run!r}")
+        raise errors.RunNotFoundError(f"there is no run {run!r}")
     found = catalog.version(version)
     if found.run != run:
         msg = f"version {version} is of run {found.run!r}, not {run!r}"
-        raise InvalidInputError(msg, hint=f"tag it in run {found.run!r}")
+        raise errors.InvalidInputError(msg, hint=f"tag it in run {found.run!r}")
     return [Tag(run=run, tag=check_tag(name), version=version)]
 
 
@@ -402,9 +397,10 @@ def untag(catalog: Catalog, run: str, name: str, *, version: str | None = None) 
     tags = catalog.run(run).tags
     if name not in tags:
         msg = f"run {run!r} has no tag {name[:100]!r}"
-        raise VersionNotFoundError(msg, hint=did_you_mean(name, tags))
+        raise errors.VersionNotFoundError(msg, hint=did_you_mean(name, tags))
     if version not in (None, tags[name]):
         at = catalog.version(tags[name])
         msg = f"#{str(version)[:8]} has no tag {name[:100]!r}"
-        raise VersionNotFoundError(msg, hint=f"{run}@{at.step} #{at.id[:8]} has it: name that one")
+        hint = f"{run}@{at.step} #{at.id[:8]} has it: name that one"
+        raise errors.VersionNotFoundError(msg, hint=hint)
     return [Untag(run=run, tag=name)]

@@ -11,7 +11,7 @@ one die, the next to commit once ``SNAPSHOT_OVERDUE_PERIODS`` have passed does i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -43,13 +43,12 @@ def due(number: int, last: int) -> bool:
     return number % commits == 0 or number - last >= limits.SNAPSHOT_OVERDUE_PERIODS * commits
 
 
-def read_newest_first(backend: Backend) -> Iterator[Catalog]:
-    """Yield the catalogs of the newest snapshots that can be read, at most a few.
+def read_newest_first(backend: Backend, numbers: Iterable[int]) -> Iterator[Catalog]:
+    """Yield the catalogs of the newest of some snapshots that can be read, at most a few.
 
-    What cannot be read is skipped with a warning of the logger ``ckptstore``. One listing, then
-    one read for each catalog that is taken.
+    What cannot be read is skipped with a warning of the logger ``ckptstore``. One read for each
+    catalog that is taken.
     """
-    numbers = _numbers(backend)
     for number in sorted(numbers, reverse=True)[: limits.SNAPSHOT_TRIES_MAX]:
         try:
             catalog = read_one(backend, number)
@@ -73,8 +72,7 @@ def read_one(backend: Backend, number: int) -> Catalog:
     data = backend.get(key, bytes_max=limits.SNAPSHOT_STORED_BYTES_MAX)
     body = decode_snapshot(data, where=key)
     if body.number != number:
-        msg = f"{key} holds the catalog after commit {body.number}"
-        raise CorruptObjectError(msg)
+        raise CorruptObjectError(f"{key} holds the catalog after commit {body.number}")
     return Catalog.from_snapshot(body, where=key)
 
 
@@ -111,7 +109,7 @@ def write(backend: Backend, catalog: Catalog, *, single_writer: bool = False) ->
 def newest_number(backend: Backend, number_max: int) -> int:
     """Return the number of the newest snapshot up to `number_max`, 0 for none; never raises."""
     try:
-        return max((number for number in _numbers(backend) if number <= number_max), default=0)
+        return max((number for number in listed(backend) if number <= number_max), default=0)
     except CkptStoreError as error:
         _log.warning("could not list the catalog snapshots: %s", error)
         return 0
@@ -120,13 +118,14 @@ def newest_number(backend: Backend, number_max: int) -> int:
 def _prune(backend: Backend, newest: int) -> None:
     """Drop all but the newest few up to `newest`; those beyond belong to a faster writer."""
     try:
-        older = sorted(number for number in _numbers(backend) if number <= newest)
+        older = sorted(number for number in listed(backend) if number <= newest)
         for number in older[: -limits.SNAPSHOTS_KEPT]:
             backend.delete(snapshot_key(number))
     except CkptStoreError as error:
         _log.warning("could not drop old catalog snapshots: %s", error)
 
 
-def _numbers(backend: Backend) -> list[int]:
+def listed(backend: Backend) -> list[int]:
+    """Return the numbers of all snapshots."""
     numbers = (snapshot_number(info.key) for info in backend.list(SNAPSHOTS_PREFIX))
     return [number for number in numbers if number]

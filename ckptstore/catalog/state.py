@@ -137,8 +137,7 @@ def _check_receipt(receipt: Mapping[str, float]) -> None:
     """Raise InvalidInputError for a name that is none, or a value that is not finite."""
     for name, value in receipt.items():
         if not (check_metric_name(name) and math.isfinite(value)):
-            msg = f"receipt: {name} is {value}"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"receipt: {name} is {value}")
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {

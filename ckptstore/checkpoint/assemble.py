@@ -109,16 +109,9 @@ def commit_parts(
         parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
     )
     pointer = repo.manifests.put(manifest, name=version)
+    told = {**(receipt or {}), **_receipt(parts, written, manifest)}
     try:
-        commit_version(
-            repo,
-            request,
-            manifest,
-            pointer,
-            [written],
-            receipt={**(receipt or {}), **_receipt(parts, written, manifest)},
-            began=began,
-        )
+        commit_version(repo, request, manifest, pointer, [written], receipt=told, began=began)
     except CondemnedError as error:
         raised = CondemnedError(
             f"a collection took what this save wrote or shared, while it went on: {error.message}",
@@ -251,8 +244,7 @@ class _Building:
         kinds = {(shard.dtype, shard.shape) for _, shard in shards}
         if len(kinds) > 1:
             said = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(kinds))
-            msg = f"the ranks do not agree on what {name!r} is: {said}"
-            raise StateError(msg)
+            raise StateError(f"the ranks do not agree on what {name!r} is: {said}")
         boxes: dict[Box, tuple[int, tuple[int, int]]] = {}
         for part, shard in shards:
             if math.prod(shard.sizes):
@@ -334,8 +326,7 @@ def nest(leaves: Sequence[tuple[Path, Node]]) -> Node:
             level = level.setdefault((type(below) is int, key), {})
         last = (None, path[-1])
         if last in level:
-            msg = f"there are two values at {path_text(path)!r}"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"there are two values at {path_text(path)!r}")
         level[last] = [node]
     return _container(root, is_list=False)
 
@@ -349,8 +340,7 @@ def _container(level: Mapping[Any, Any], *, is_list: bool) -> Node:
         items[key] = below[0] if holds_list is None else _container(below, is_list=holds_list)
     if is_list:
         if not all(type(key) is int and 0 <= key < 1 << 24 for key in items):
-            msg = f"a list has the keys {sorted(map(repr, items))[:5]}"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"a list has the keys {sorted(map(repr, items))[:5]}")
         return ["l", *(items.get(place) for place in range(max(items) + 1))]
     flat: list[Node] = []
     for key, node in items.items():
@@ -360,6 +350,5 @@ def _container(level: Mapping[Any, Any], *, is_list: bool) -> Node:
 
 def _key(key: object) -> Node:
     if not isinstance(key, str):
-        msg = f"{key!r} is no key of a dict here"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{key!r} is no key of a dict here")
     return text_node(key)

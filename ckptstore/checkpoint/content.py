@@ -21,16 +21,6 @@ from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
 from ckptstore.objects.plan import ReadItem
 
-__all__ = [
-    "Content",
-    "ReadPieces",
-    "TensorInfo",
-    "content_digest",
-    "hidden_of",
-    "logical_bytes",
-    "read_content",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
@@ -170,23 +160,8 @@ def read_content(manifest: Manifest) -> Content:
         msg = f"skeleton of version {manifest.version}: nothing names tensor {min(lost)}"
         raise CorruptObjectError(msg, hint="run ckptstore verify")
     return Content(
-        manifest=manifest,
-        node=node,
-        leaves=leaves,
-        labels=_labels(leaves, manifest),
-        hidden=hidden,
+        manifest=manifest, node=node, leaves=leaves, labels=_labels(leaves, manifest), hidden=hidden
     )
-
-
-def hidden_of(manifest: Manifest) -> frozenset[int]:
-    """Return the places of the tensors that no leaf names; reads the skeleton only if need be.
-
-    Raises
-    ------
-    CorruptObjectError
-        The skeleton is none.
-    """
-    return read_content(manifest).hidden if manifest.sources else frozenset()
 
 
 def logical_bytes(manifest: Manifest) -> dict[str, int]:
@@ -197,7 +172,7 @@ def logical_bytes(manifest: Manifest) -> dict[str, int]:
     CorruptObjectError
         The skeleton is none.
     """
-    hidden = hidden_of(manifest)
+    hidden = read_content(manifest).hidden if manifest.sources else frozenset()
     sizes = dict.fromkeys(sorted({record.role for record in manifest.tensors}), 0)
     for index, record in enumerate(manifest.tensors):
         sizes[record.role] += 0 if index in hidden else record.nbytes

@@ -41,6 +41,9 @@ from ckptstore.objects.sources import Source
 # Elements that are converted at once. Source: with smaller steps two threads wait for the
 # interpreter's lock longer than they work (docs/design/0015-pipeline.md: 1.8 ms for two casts).
 _STEP: Final = 1 << 18
+# Bytes of each step that are compared at once, to give up early. Source: 1.5% of a step, found
+# in all but 2% of steps if one element in 1,000 differs.
+_STEP_LOOK_BYTES: Final = 8192
 # Bytes that are copied at once where a tensor cannot be read in place. Source: stays in cache.
 _COPY_BYTES: Final = 1 << 20
 
@@ -132,6 +135,8 @@ def prove(
     TornStateError
         One of them is not what was staged.
     """
+    if _rounded(_sample(high, _LOOK_ELEMENTS), high, low) != _sample(low, _LOOK_ELEMENTS):
+        return None
     digest = _digest(low)
     before = known.of(digest, record, high.dtype)
     if before and b"".join(ids := [blake3_digest(part) for part in parts_of(high, grid)]) in before:
@@ -139,6 +144,7 @@ def prove(
     hasher = Hasher()
     pieces = PieceChecksums(grid)
     elements = Elements(high)
+    there = unguarded(low.payload).view()  # on a device it is not read a second time
     given = np.empty(min(_STEP, elements.count), raw_dtype(high.dtype))
     made = np.empty(len(given), raw_dtype(low.dtype))
     for start in range(0, elements.count, _STEP):
@@ -148,6 +154,9 @@ def prove(
         pieces.update(part.data.cast("B"))
         out = made[: stop - start].data.cast("B")
         cast_elements(high.dtype, low.dtype, part.data.cast("B"), out, rounding)
+        looked = out if there is None else there[start * low.itemsize : stop * low.itemsize]
+        if bytes(out[:_STEP_LOOK_BYTES]) != bytes(looked[:_STEP_LOOK_BYTES]):
+            return None  # whether all of it agrees is for the digest to say
         hasher.update(out)
     if hasher.digest() != digest:
         return None
@@ -175,11 +184,15 @@ _WIDER: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What a tensor of a dtype may be the rounding of, what is looked at first being first."""
 
-# Elements that two tensors are compared by at first: runs of neighbours, evenly over the tensor.
-# Source: of two tensors that training has touched, 64 elements rounded to 8 bits of mantissa agree
-# by chance less often than bits flip; runs, since a tensor on a device is read one run at a time.
+# Elements that two tensors are compared by at first: runs of neighbours, evenly over the tensor,
+# and the length of a run. Source: of masters that went a step further than their weights, one
+# element in 100 rounds to another one; 64 elements told 28 of 49 such tensors apart, 1,024 all of
+# them (docs/design/0026-cores.md). Runs, since a tensor on a device is read one run at a time.
 _RUNS: Final = 8
-_RUN_ELEMENTS: Final = 8
+_RUN_ELEMENTS: Final = 128
+# The same before all of two tensors is compared. Source: one element in 1,000 differs where only a
+# few rows were trained, or the rate is nearly 0; takes 5% of the time of a comparison of 1 MiB.
+_LOOK_ELEMENTS: Final = 1024
 # Tensors with equal samples that one is compared with in full. Source: the first is the right one
 # but where all samples are zero, and then two tensors of zeros differ elsewhere: one more try.
 _TRIES: Final = 2
@@ -190,13 +203,14 @@ def derived_pairs(
     records: Sequence[TensorRecord],
     wished: Collection[int],
     same: Callable[[int, int], bool],
+    samples: dict[int, bytes] | None = None,
 ) -> dict[int, int]:
     """Return which tensors are exactly another one rounded: place to place of the other.
 
     No source is derived itself. Where nothing has two precisions of one shape, only shapes are
-    compared; where something has, 64 elements of each such tensor are read, and `same` is asked of
-    those that agree in these. Tensors below ``DERIVED_BYTES_MIN`` bytes, and tensors in blocks, are
-    left alone.
+    compared; where something has, 1,024 elements of each such tensor are read, and `same` is asked
+    of those that agree in these. Tensors below ``DERIVED_BYTES_MIN`` bytes, and tensors in blocks,
+    are left alone.
 
     Parameters
     ----------
@@ -206,8 +220,11 @@ def derived_pairs(
         Places of those that may get a lossy form: nothing is derived from them.
     same
         Says of two places whether the first is the second one rounded, in every bit. One that
-        always agrees gives the pairs that are likely, from the 64 elements alone.
+        always agrees gives the pairs that are likely, from these elements alone.
+    samples
+        Keeps the elements of each tensor from one search to the next; None for none.
     """
+    samples = {} if samples is None else samples
     groups: dict[object, dict[str, list[int]]] = {}
     for place, one in enumerate(records):
         if one.blocks is None and (one.dtype in _WIDER or one.dtype == "float64"):
@@ -226,7 +243,10 @@ def derived_pairs(
                 kept = [place for place in group.get(high_dtype, ()) if place not in wished]
                 highs = [place for place in kept if place not in found]
                 if highs and lows:
-                    found.update(_match(sources, lows, highs, same))
+                    for place in (*lows, *highs):
+                        if place not in samples:
+                            samples[place] = _sample(sources[place], _RUN_ELEMENTS)
+                    found.update(_match(sources, lows, highs, same, samples))
                     lows = [place for place in lows if place not in found]
     return found
 
@@ -236,18 +256,16 @@ def _match(
     lows: Sequence[int],
     highs: Sequence[int],
     same: Callable[[int, int], bool],
+    samples: Mapping[int, bytes],
 ) -> Iterator[tuple[int, int]]:
     """Yield which of `lows`, all of one dtype, is which of `highs`, all of another."""
     low = sources[lows[0]]
     by_sample: dict[bytes, list[int]] = {}
     for place in lows:
-        by_sample.setdefault(_sample(sources[place]), []).append(place)
+        by_sample.setdefault(samples[place], []).append(place)
     tried: Counter[int] = Counter()
     for high in highs:
-        wide = _sample(sources[high])
-        rounded = bytearray(len(wide) // sources[high].itemsize * low.itemsize)
-        cast_elements(sources[high].dtype, low.dtype, memoryview(wide), memoryview(rounded))
-        left = by_sample.get(bytes(rounded), [])
+        left = by_sample.get(_rounded(samples[high], sources[high], low), [])
         for place in list(left):
             tried[place] += 1
             found = same(place, high)
@@ -257,11 +275,18 @@ def _match(
                 left.remove(place)
 
 
-def _sample(source: Source) -> bytes:
-    """Return the bytes of some elements, the same for all tensors of one shape."""
+def _rounded(sample: bytes, high: Source, low: Source) -> bytes:
+    """Return elements of one tensor as elements of the type of another."""
+    rounded = bytearray(len(sample) // high.itemsize * low.itemsize)
+    cast_elements(high.dtype, low.dtype, memoryview(sample), memoryview(rounded))
+    return bytes(rounded)
+
+
+def _sample(source: Source, length: int) -> bytes:
+    """Return the bytes of runs of so many elements, the same for all tensors of one shape."""
     item = source.itemsize
     count = source.nbytes // item
-    run = min(_RUN_ELEMENTS, count)
+    run = min(length, count)
     starts = sorted({(count - run) * turn // (_RUNS - 1) for turn in range(_RUNS)})
     payload = unguarded(source.payload)
     view = payload.view()  # once: it takes as long as all of the rest

@@ -25,6 +25,7 @@ from ckptstore.encodings.decoding import cast_elements
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
+from ckptstore.prefault import prefault
 
 # Bytes that are made again at once. Source: stay in cache; whole elements of any type.
 _AGAIN_BYTES: Final = 1 << 20
@@ -64,7 +65,7 @@ class DerivedDecode:
         assert recipe is not None  # noqa: S101  # for the type checker: the caller has looked
         (self.source,) = recipe.sources
         self.index = index
-        self.nbytes = record.nbytes
+        self.nbytes: int = record.nbytes
         self._digest = recipe.digest
         self._dtype, self._given = record.dtype, manifest.tensors[self.source].dtype
         rounds = (self._given, self._dtype) == ("float32", "bfloat16")
@@ -109,6 +110,7 @@ class DerivedDecode:
 
     def _make(self, piece: int, codes: memoryview) -> None:
         out = self._part(piece)
+        prefault(out)
         if not self._roughly(codes, out):
             self._exactly(codes, out)
         with self._lock:

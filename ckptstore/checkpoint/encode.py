@@ -19,29 +19,8 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from ckptstore import limits
+from ckptstore.checkpoint import encoded_sources, encoding_trial
 from ckptstore.checkpoint.derived_check import KnownCasts, Proved, derived_pairs, prove
-from ckptstore.checkpoint.encoded_sources import (
-    NOTHING,
-    CodedSource,
-    Elements,
-    checked,
-    coded_sources,
-    copied,
-    grid_of,
-    is_guarded,
-    source_of,
-)
-from ckptstore.checkpoint.encoding_trial import (
-    Key,
-    TensorFacts,
-    divides,
-    form_key,
-    known_forms,
-    look,
-    measure,
-    over,
-    recipe_of,
-)
 from ckptstore.chunking import cut
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.coding import Form
@@ -104,7 +83,7 @@ class _Outcome:
     """A recipe of one tensor, and the hidden tensors that it is over; of a derived one none."""
 
     recipe: Recipe
-    hidden: Sequence[CodedSource] = ()
+    hidden: Sequence[encoded_sources.CodedSource] = ()
     reused: bool = False
 
 
@@ -140,7 +119,7 @@ def encode_draft(
     work = _Work(
         draft=draft,
         chunk_bytes=chunk_bytes,
-        known={} if parent is None else known_forms(parent),
+        known={} if parent is None else encoding_trial.known_forms(parent),
         parent=parent,
         casts=KnownCasts(parent, proved),
     )
@@ -175,7 +154,7 @@ class _Work:
 
     draft: Draft
     chunk_bytes: int
-    known: Mapping[Key, Recipe]
+    known: Mapping[encoding_trial.Key, Recipe]
     parent: Manifest | None
     casts: KnownCasts
     proved: dict[int, list[Proved]] = field(default_factory=dict)
@@ -188,7 +167,9 @@ class _Work:
     def derived(self, workers: int) -> dict[int, int]:
         """Return which tensors are another one, converted: all proved, in as many threads."""
         draft = self.draft
-        search = partial(derived_pairs, draft.sources, draft.records, draft.wishes)
+        search = partial(
+            derived_pairs, draft.sources, draft.records, draft.wishes, samples=dict[int, bytes]()
+        )
         likely = search(lambda low, high: True)
         if all(_run([partial(self._same, *pair) for pair in likely.items()], workers)):
             return likely
@@ -219,38 +200,41 @@ class _Work:
     def code(self, place: int, encoding: Encoding) -> _Outcome | str:
         """Return what becomes of a tensor that a rule takes, or why it is stored as it is."""
         source, record = self.draft.sources[place], self.draft.records[place]
-        looked = look(source, Form.of(encoding, signed=True).step)
+        looked = encoding_trial.look(source, Form.of(encoding, signed=True).step)
         form = Form.of(encoding, signed=looked.seen.negative)
-        why = form.problem(looked.seen) or divides(encoding, record, looked)
+        why = form.problem(looked.seen) or encoding_trial.divides(encoding, record, looked)
         if why:
             return why
-        elements = Elements(source, self.draft.rounding)
-        hidden = coded_sources(record, elements, form)
+        elements = encoded_sources.Elements(source, self.draft.rounding)
+        hidden = encoded_sources.coded_sources(record, elements, form)
         again = self._again(place, hidden, encoding, form, looked)
         if again is not None:
             return again
         grids = [self._grid(one.source) for one in hidden]
-        measured = measure(elements, form, looked, (grids[0], grids[-1]), self.draft.name(place))
+        measured = encoding_trial.measure(
+            elements, form, looked, (grids[0], grids[-1]), self.draft.name(place)
+        )
         error = measured.difference
-        why = error.problem or over(encoding, error.max_abs, error.rel_l2)
+        why = error.problem or encoding_trial.over(encoding, error.max_abs, error.rel_l2)
         if why:
             return why
         return _Outcome(
-            recipe=recipe_of(encoding, form, looked, measured),
+            recipe=encoding_trial.recipe_of(encoding, form, looked, measured),
             hidden=self._compared(place, hidden, measured.pieces),
         )
 
     def _again(
         self,
         place: int,
-        hidden: Sequence[CodedSource],
+        hidden: Sequence[encoded_sources.CodedSource],
         encoding: Encoding,
         form: Form,
-        looked: TensorFacts,
+        looked: encoding_trial.TensorFacts,
     ) -> _Outcome | None:
         """Return the codes of the version before, if it was given the same bytes."""
-        recipe = self.known.get(form_key(looked.given, self.draft.records[place], form))
-        if recipe is None or over(encoding, recipe.max_abs, recipe.rel_l2):
+        key = encoding_trial.form_key(looked.given, self.draft.records[place], form)
+        recipe = self.known.get(key)
+        if recipe is None or encoding_trial.over(encoding, recipe.max_abs, recipe.rel_l2):
             return None
         rows = zip(recipe.sources, hidden, strict=True)
         seen = [self._piece_ids(row, one.source) for row, one in rows]
@@ -264,9 +248,9 @@ class _Work:
     def _compared(
         self,
         place: int,
-        hidden: Sequence[CodedSource],
+        hidden: Sequence[encoded_sources.CodedSource],
         seen: Sequence[Sequence[int] | Sequence[bytes]],
-    ) -> list[CodedSource]:
+    ) -> list[encoded_sources.CodedSource]:
         """Return hidden tensors whose pieces, when they are written, must be those that were seen.
 
         Parameters
@@ -277,9 +261,10 @@ class _Work:
         found = []
         for one, pieces in zip(hidden, seen, strict=False):
             grid, name = self._grid(one.source), self.draft.name(place)
-            payload = checked(one.source.payload, pieces, grid, name)
+            payload = encoded_sources.checked(one.source.payload, pieces, grid, name)
             ids = [piece for piece in pieces if isinstance(piece, bytes)]
-            found.append(CodedSource(one.record, source_of(one.record, payload, ids)))
+            source = encoded_sources.source_of(one.record, payload, ids)
+            found.append(encoded_sources.CodedSource(one.record, source))
         return found
 
     def _piece_ids(self, row: int, shell: Source) -> list[bytes] | None:
@@ -294,20 +279,22 @@ class _Work:
         return [parent.pieces.ids[at].tobytes() for at in range(first, last)]
 
     def _grid(self, source: Source) -> int:
-        return grid_of(source.nbytes, source.row_bytes, source.itemsize, self.chunk_bytes)
+        return encoded_sources.grid_of(
+            source.nbytes, source.row_bytes, source.itemsize, self.chunk_bytes
+        )
 
     def _unchanged(self, place: int, proofs: Sequence[Proved]) -> Source:
         """Return what is written of a tensor that others are derived from: what was proved of."""
         source, name = self.draft.sources[place], self.draft.name(place)
         record, payload = self.draft.records[place], source.payload
         seen = {one.source for one in proofs}
-        if not is_guarded(payload):
-            payload = copied(payload)
+        if not encoded_sources.is_guarded(payload):
+            payload = encoded_sources.copied(payload)
             for pieces in seen:
-                payload = checked(payload, pieces, self._grid(source), name)
+                payload = encoded_sources.checked(payload, pieces, self._grid(source), name)
         if len(seen) == 1 and proofs[0].ids:
-            return source_of(record, payload, proofs[0].ids)
-        return source if payload is source.payload else source_of(record, payload)
+            return encoded_sources.source_of(record, payload, proofs[0].ids)
+        return source if payload is source.payload else encoded_sources.source_of(record, payload)
 
     # --- all of them ----------------------------------------------------------------------------
 
@@ -327,11 +314,10 @@ class _Work:
             found[place] = outcome
             recipe, hidden = outcome.recipe, outcome.hidden
             if hidden:
-                recipe = replace(
-                    recipe, sources=tuple(range(len(records), len(records) + len(hidden)))
-                )
+                rows = range(len(records), len(records) + len(hidden))
+                recipe = replace(recipe, sources=tuple(rows))
             records[place] = replace(records[place], recipe=recipe)
-            sources[place] = NOTHING
+            sources[place] = encoded_sources.NOTHING
             records += [one.record for one in hidden]
             sources += [one.source for one in hidden]
         return replace(

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
+from ckptstore.byte_copies import copy_bytes
 from ckptstore.chunking import cut, piece_bytes
 from ckptstore.encodings.casts import Rounding, raw_dtype
 from ckptstore.encodings.coding import Form
@@ -86,7 +87,7 @@ def parts_of(source: Source, length: int, *, copy: bool = False) -> Iterator[mem
         if view is None:
             payload.copy_into(start, part)
         else:
-            part[:] = view[start : start + size]
+            copy_bytes(part, view[start : start + size])
         yield part
 
 
@@ -101,8 +102,8 @@ class Elements:
 
     def __init__(self, source: Source, rounding: Rounding | None = None) -> None:
         self.rounding = rounding
-        self.dtype = source.dtype
-        self.count = source.nbytes // source.itemsize
+        self.dtype: str = source.dtype
+        self.count: int = source.nbytes // source.itemsize
         self._item = source.itemsize
         self._raw = raw_dtype(source.dtype)
         self._payload = unguarded(source.payload)
@@ -249,7 +250,7 @@ def copied(payload: Payload) -> ComputedPayload:
         if view is None:
             payload.copy_into(start, out)
         else:
-            out[:] = view[start : start + len(out)]
+            copy_bytes(out, view[start : start + len(out)])
 
     return ComputedPayload(fill)
 

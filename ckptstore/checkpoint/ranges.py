@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.transfers import Threads
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
@@ -277,9 +278,8 @@ def check_made(content: Content, index: int, made: Hasher) -> None:
     recipe = content.manifest.tensors[index].recipe
     if recipe is not None and made.digest() != recipe.digest:
         msg = f"tensor {content.labels[index]}: what its {recipe.kind} gives has another digest"
-        raise CorruptTensorError(
-            msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
-        )
+        hint = "run ckptstore verify; other tensors and versions can still be loaded"
+        raise CorruptTensorError(msg, hint=hint)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -336,18 +336,14 @@ class _Making:
         room = max(1, self.options.host_bytes * 3 // 16)
         with (
             ThreadPoolExecutor(options.workers, "ckptstore-decode") as pool,
-            ThreadPoolExecutor(1, "ckptstore-ahead") as ahead,
+            Threads(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
             steps = itertools.chain.from_iterable(map(self._steps, ranges))
             for group in in_batches(steps, lambda step: step.held_bytes, room):
                 parts = [part for step in group for part in step.parts]
                 reading = ahead.submit(
-                    _read_parts,
-                    self.content,
-                    parts,
-                    backend=self.backend,
-                    options=options,
+                    _read_parts, self.content, parts, backend=self.backend, options=options
                 )
                 if due is not None:
                     self._make(*due, pool)
@@ -440,18 +436,11 @@ class _Making:
         record = self.content.manifest.tensors[step.whole.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: steps are of such
+        given = self.content.manifest.tensors[recipe.sources[0]].dtype
         decode_elements(
-            recipe.kind,
-            recipe.code,
-            recipe.block,
-            record.dtype,
-            self.content.manifest.tensors[recipe.sources[0]].dtype,
-            step.low,
-            step.codes,
-            step.scales,
-            step.out,
-            self.rounding,
-        )
+            recipe.kind, recipe.code, recipe.block, record.dtype, given, step.low, step.codes,
+            step.scales, step.out, self.rounding,
+        )  # fmt: skip
 
     def _check(self, one: Range, made: Hasher) -> None:
         """Compare the digest of a tensor that was made whole."""

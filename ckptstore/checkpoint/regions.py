@@ -8,9 +8,10 @@ Needs no torch.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,8 +100,10 @@ def read_regions(
     if any(content.manifest.tensors[region.index].recipe for region in regions):
         room = max(1, room // 2)  # the other half is for what they follow from
         options = replace(options, host_bytes=room)
-    pieces = itertools.chain.from_iterable(map(_pieces, regions))
-    for batch in in_batches(pieces, _held_bytes, room):
+    pieces = itertools.chain.from_iterable(
+        _shared(group) for _, group in itertools.groupby(regions, key=lambda one: one.index)
+    )
+    for batch in in_batches(pieces, lambda one: one.nbytes if one.direct is None else 0, room):
         ranges: list[Range] = []
         arrived: list[tuple[_Piece, memoryview]] = []
         for piece in batch:
@@ -116,8 +119,15 @@ def read_regions(
             piece.scatter(memory)
 
 
-def _held_bytes(piece: _Piece) -> int:
-    return piece.nbytes if piece.direct is None else 0
+def _shared(regions: Iterable[Region]) -> Iterator[_Piece]:
+    """Yield the pieces of boxes of one tensor; one that several need is held once."""
+    merged = heapq.merge(*map(_pieces, regions), key=lambda one: one.start)
+    for (_, direct), same in itertools.groupby(merged, lambda one: (one.start, bool(one.direct))):
+        first, *others = same
+        if not direct:
+            first.copies += [copy for other in others for copy in other.copies]
+            others.clear()
+        yield from (first, *others)
 
 
 def _pieces(region: Region) -> Iterator[_Piece]:

@@ -46,7 +46,7 @@ class WriteRequest:
     derive: bool = True
     """Tensors that are another one, rounded, are stored as recipes."""
 
-    def plain(self) -> WriteRequest:
+    def portable(self) -> WriteRequest:
         """Return these arguments alone, as values of their own that a pickle can hold.
 
         Raises

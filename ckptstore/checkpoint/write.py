@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ckptstore.backends.transfers import receipt_entries
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.encode import Draft, encode_draft, listing
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, commit_version
@@ -27,7 +28,7 @@ from ckptstore.format.paths import Path, path_text
 from ckptstore.model import Version
 from ckptstore.objects.auto_codec import SpeedSample
 from ckptstore.objects.deltas import Deltas, Older
-from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.index import KnownPieces, placed_table
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
@@ -41,20 +42,7 @@ _ANCESTORS_MAX = 8
 
 _DIGITS = re.compile(r"\d+")
 
-_NO_TABLE = PieceTable(
-    ids=np.zeros((0, 32), np.uint8),
-    raw=np.zeros(0, np.uint32),
-    pack=np.zeros(0, np.uint32),
-    offset=np.zeros(0, np.uint64),
-    stored=np.zeros(0, np.uint32),
-    inner=np.zeros(0, np.uint32),
-    slab=np.zeros(0, np.uint32),
-    packs=(),
-)
-
-
-def _go_ahead() -> None:
-    """Let a commit go ahead."""
+_NO_TABLE = placed_table(np.zeros((0, 32), np.uint8), np.zeros(0, np.uint32), ())
 
 
 def write_version(
@@ -67,7 +55,7 @@ def write_version(
     receipt: Mapping[str, float] | None = None,
     blocked_since: float | None = None,
     progress: ProgressCallback = silent,
-    before_commit: Callable[[], None] = _go_ahead,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> tuple[Version, dict[str, float]]:
     """Write everything and commit it; return the version, and the receipt with all of its seconds.
 
@@ -135,9 +123,9 @@ def write_version(
     return repo.log.catalog.version(version), saving.receipt
 
 
-def shareable(repo: Repo, parent: Version) -> list[PieceTable]:
+def shareable(repo: Repo, parent: Version | None) -> list[PieceTable]:
     """Return what can be shared with the parent; damage to it must not stop the training."""
-    before = _readable(repo, parent)
+    before = None if parent is None else _readable(repo, parent)
     return [] if before is None else [before.pieces]
 
 
@@ -216,6 +204,7 @@ class _VersionWrite:
                 pieces=written[-1].table,
             )
             pointer = repo.manifests.put(manifest, name=name)
+            self.receipt.update(receipt_entries(repo.backend.transfers))
             commit_version(
                 repo,
                 self.request,

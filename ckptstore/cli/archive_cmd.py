@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.cli.archive_job import JobOptions, run_file
 from ckptstore.cli.output import Screen
-from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import full_ref, opened_to_write
+from ckptstore.cli.session import full_ref, opened
 from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, packs_text, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
@@ -25,34 +23,13 @@ _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MoveOptions:
-    """Options that select versions and their target storage class.
-
-    Parameters
-    ----------
-    storage_class
-        The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS NEARLINE,
-        COLDLINE, ARCHIVE; STANDARD brings packs back.
-    run
-        All versions of this run except its head. Repeatable.
-    keep_hot
-        All versions except heads and those that these retention rules keep: 'last 5, tagged'.
-        Repeatable.
-    min_age
-        Only versions saved at least this long ago, for example 30d.
-    """
-
-    storage_class: Annotated[str | None, typer.Option("--class", metavar="NAME")] = None
-    run: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
-    keep_hot: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
-    min_age: Annotated[str | None, typer.Option(metavar="TIME")] = None
-
-
 def archive(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    move: _MoveOptions,
+    storage_class: Annotated[str | None, typer.Option("--class", metavar="NAME")] = None,
+    run: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None,
+    keep_hot: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None,
+    min_age: Annotated[str | None, typer.Option(metavar="TIME")] = None,
     job: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     dry_run: DryRun = False,
     reporting: JobOptions,
@@ -73,59 +50,69 @@ def archive(
     ----------
     refs
         Versions to move.
+    storage_class
+        The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS NEARLINE,
+        COLDLINE, ARCHIVE; of Azure Cool, Cold, Archive; STANDARD brings packs back.
+    run
+        All versions of this run except its head. Repeatable.
+    keep_hot
+        All versions except heads and those that these retention rules keep: 'last 5, tagged'.
+        Repeatable.
+    min_age
+        Only versions saved at least this long ago, for example 30d.
     job
         Run the archival job of this TOML file.
     dry_run
         Print what would be done; change nothing.
+
+    Examples
+    --------
+    ckptstore archive --run gpt --keep-hot 'last 3' --class GLACIER --dry-run
+    ckptstore archive --job archive.toml
     """
     output = options.output("archive")
-    _check(refs, move, job, reporting)
+    chosen = any((refs, run, keep_hot, min_age))
+    _check(storage_class, job, reporting, chosen=chosen)
     if job is not None:
         run_file(output, job, reporting, dry_run=dry_run)
         return
-    age_s = _seconds(move.min_age)
-    with opened_to_write(options, writing=not dry_run) as opening:
-        with progress_bars(output) as progress:
-            report = opening.archive(
-                [full_ref(opening, ref) for ref in refs] if refs else None,
-                storage_class=str(move.storage_class),
-                runs=move.run or None,
-                keep_hot=move.keep_hot or None,
-                min_age_s=age_s,
-                dry_run=dry_run,
-                progress=progress,
-            )
-        document = {"store": opening.url, "ok": report.ok, **msgspec.to_builtins(report)}
+    age_s = 0.0 if min_age is None else float(parse_duration(min_age))
+    with opened(options, writing=not dry_run) as opening, output.progress() as progress:
+        report = opening.archive(
+            [full_ref(opening, ref) for ref in refs] if refs else None,
+            storage_class=str(storage_class),
+            runs=run or None,
+            keep_hot=keep_hot or None,
+            min_age_s=age_s,
+            dry_run=dry_run,
+            progress=progress,
+        )
         names = {version.id: f"{version.run}@{version.step}" for version in opening.versions()}
-        output.show(document, lambda screen: _draw(screen, report, names))
+    document = {"store": opening.url, "ok": report.ok, **msgspec.to_builtins(report)}
+    output.show(document, lambda screen: _draw(screen, report, names))
+    for text in () if output.as_json else report.warnings:
+        output.note(f"note: {text}")
     if not report.ok:
         raise typer.Exit(PolicyError.exit_code)
 
 
 def _check(
-    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: JobOptions
+    storage_class: str | None, job: Path | None, reporting: JobOptions, *, chosen: bool
 ) -> None:
     """Refuse a command line with no selection, or with contradicting ones."""
     msg = hint = ""
-    chosen = any((refs, move.run, move.keep_hot, move.min_age))
     if job is not None:
-        if chosen or move.storage_class:
+        if chosen or storage_class:
             msg = "--job takes everything from its file"
             hint = "its table [archive] is for storage classes"
     elif reporting.since or reporting.report_file or reporting.metrics:
         msg, hint = "--since, --report and --metrics are of jobs", "give --job FILE"
-    elif move.storage_class is None:
+    elif storage_class is None:
         msg, hint = "neither a storage class nor a job is given", "--class GLACIER, or --job FILE"
     elif not chosen:
         msg, hint = "no version is named", "name REFs; or --run, --keep-hot, --min-age"
     if msg:
         raise InvalidInputError(msg, hint=hint)
-
-
-def _seconds(text: str | None) -> float:
-    from ckptstore.catalog.retention_rules import parse_duration
-
-    return 0.0 if text is None else float(parse_duration(text))
 
 
 def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
@@ -153,5 +140,3 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
     for version in report.cooled:
         name = names.get(version, version[:8])
         screen.line(f"{name} appeared meanwhile, and needs a pack that was moved", style="red")
-    for text in report.warnings:
-        screen.line(f"note: {text}")

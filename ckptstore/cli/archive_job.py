@@ -13,7 +13,6 @@ import typer
 
 from ckptstore import limits
 from ckptstore.cli.output import Column, Output, Screen, encode_document
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import vouching
 from ckptstore.cli.text import age_text, bytes_text, counted, seconds_text
 from ckptstore.config import SYSTEM
@@ -66,7 +65,7 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
     slack_s = limits.SINCE_SLACK_S if since_last else 0.0
     since_s = _seconds(moment) - slack_s if moment else None
     try:
-        with progress_bars(output) as progress, vouching():
+        with output.progress() as progress, vouching():
             done = run_job(
                 wanted,
                 dry_run=dry_run,

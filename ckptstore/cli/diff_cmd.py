@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.documents import metrics_document, name_document
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, SourceOptions
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
+from ckptstore.maintenance.reports.documents import STATUSES, diff_document
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.reports.diff import DiffReport, Status, TensorChange
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _ROWS: Final = 20
 """Tensors in the text unless ``--limit`` says otherwise."""
-_ORDER: Final = ("changed", "added", "removed", "moved", "same")
 
 
 def diff(
@@ -49,6 +47,11 @@ def diff(
         Read the changed tensors: print the relative L2 and the largest absolute difference of each.
     limit
         Number of tensors to list; 0 for all.
+
+    Examples
+    --------
+    ckptstore diff gpt@1000 gpt@1200
+    ckptstore diff gpt@latest lora@latest --values
     """
     output = options.output("diff")
     with opened(options) as opening:
@@ -57,43 +60,21 @@ def diff(
         report = opening.diff(*refs)
         errors: Mapping[str, TensorError | None] = {}
         if values:
-            with progress_bars(output) as progress:
+            with output.progress() as progress:
                 errors = report.errors(progress=progress)
     view = _View(report=report, errors=errors, with_values=values, limit=limit)
-    output.show(view.document() if options.json else {}, view.draw)
+    document = diff_document(report, errors) if options.json else {}
+    output.show(document, view.draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """Prints a report as text or JSON."""
+    """Prints a report as text."""
 
     report: DiffReport
     errors: Mapping[str, TensorError | None]
     with_values: bool
     limit: int
-
-    def document(self) -> dict[str, Any]:
-        """Return the whole report without equal tensors."""
-        report = self.report
-        return {
-            "first": name_document(report.first),
-            "second": name_document(report.second),
-            "equal": report.equal,
-            "counts": {status: len(report.of(status)) for status in _ORDER},
-            "tensors": [self._change(c) for c in report.changes if c.status != "same"],
-            "values": report.values,
-        }
-
-    def _change(self, change: TensorChange) -> dict[str, Any]:
-        error = self.errors.get(change.path)
-        return {
-            "path": change.path,
-            "status": change.status,
-            "before": change.before,
-            "after": change.after,
-            "same_bytes": change.same_bytes,
-            "error": None if error is None else metrics_document(asdict(error)),
-        }
 
     def draw(self, screen: Screen) -> None:
         """Draw the counts, the tensors that differ, and the values that differ."""
@@ -105,12 +86,12 @@ class _View:
             return bytes_text(sum(map(_nbytes, report.of(status))))
 
         screen.listing(
-            _ORDER,
+            STATUSES,
             Column("TENSORS"),
             Column("COUNT", lambda status: count_text(len(report.of(status))), right=True),
             Column("SIZE", size, right=True),
         )
-        listed = [c for status in _ORDER[:-1] for c in report.of(status)]
+        listed = [c for status in STATUSES[:-1] for c in report.of(status)]
         if listed:
             screen.line()
             self._draw_tensors(screen, listed)
@@ -126,7 +107,7 @@ class _View:
             _rest(screen, len(report.values) - len(shown))
 
     def _draw_tensors(self, screen: Screen, listed: list[TensorChange]) -> None:
-        shown = listed[: self.limit or None]
+        shown, values = listed[: self.limit or None], self.with_values
         screen.listing(
             shown,
             Column("STATUS", lambda change: change.status),
@@ -134,14 +115,8 @@ class _View:
             Column("WAS", _was),
             Column("SIZE", lambda change: bytes_text(_nbytes(change)), right=True, wrap=False),
             Column("SAME", _same, right=True, wrap=False, drop=1),
-            *(
-                [
-                    Column("RELATIVE L2", self._relative_l2, right=True, wrap=False),
-                    Column("MAX ABS", self._max_abs, right=True, wrap=False),
-                ]
-                if self.with_values
-                else []
-            ),
+            Column("RELATIVE L2", self._relative_l2, right=True, wrap=False, shown=values),
+            Column("MAX ABS", self._max_abs, right=True, wrap=False, shown=values),
         )
         _rest(screen, len(listed) - len(shown))
 

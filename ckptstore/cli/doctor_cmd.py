@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from ckptstore import limits
+from ckptstore.backends.posix_settings import SETTINGS
+from ckptstore.backends.probe import ProbeReport, Speed, failed_check, measure, offset_text, probe
 from ckptstore.backends.registry import open_backend
+from ckptstore.cli import store_options
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.probe_table import advice, draw_findings
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import location
-from ckptstore.cli.store_options import (
-    AsJson,
-    Quiet,
-    StorageOptions,
-    StoreUrl,
-    parse_storage_options,
-)
 from ckptstore.cli.text import bytes_text, parse_bytes
-
-if TYPE_CHECKING:
-    from ckptstore.backends.probe import ProbeReport, Speed
+from ckptstore.errors import ReadOnlyError, StorageError, StorageFullError
 
 
 def doctor(
     url: Annotated[str | None, typer.Argument(metavar="URL")] = None,
     size: Annotated[str | None, typer.Option(metavar="BYTES")] = None,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    store: store_options.StoreUrl = None,
+    option: store_options.StorageOptions = None,
+    json: store_options.AsJson = False,
+    quiet: store_options.Quiet = False,
 ) -> None:
     """Test a storage: its guarantees and its speed. A store is not needed.
 
@@ -42,21 +39,36 @@ def doctor(
     url
         Location; default: --store or CKPTSTORE_URL.
     size
-        Bytes to write and read for the throughput; 0 skips this. Default: 64MiB.
-    """
-    from ckptstore.backends.probe import measure, probe
+        Bytes to write and read for the throughput; 0 skips this, and so does a failed check that
+        every store needs. Default: 64MiB.
 
+    Examples
+    --------
+    ckptstore doctor s3://bucket/ckpts
+    ckptstore doctor /mnt/nfs/ckpts --size 64MiB
+    """
     output = Output("doctor", as_json=json, quiet=quiet)
     size_bytes = limits.MEASURE_BYTES if size is None else parse_bytes(size)
-    storage_options = parse_storage_options(option or ())
-    backend = open_backend(location(url or store), **storage_options)
+    given = store_options.parse_storage_options(option or ())
+    backend = open_backend(location(url or store), **given)
     try:
-        with progress_bars(output) as progress:
+        if backend.capabilities.read_only:
+            msg = f"doctor tests a storage by writing to it, and {backend.url} is read-only"
+            hint = f"to check a store there: ckptstore verify RUN --store {backend.url}"
+            raise ReadOnlyError(msg, hint=hint)
+        with output.progress() as progress:
             report = probe(backend, progress=progress)
-            speed = (
-                measure(backend, size_bytes=size_bytes, progress=progress) if size_bytes else None
-            )
-        where = backend.url
+            speed, unmeasured = None, ""
+            if size_bytes and not failed_check(report.to_dict()):
+                try:
+                    speed = measure(backend, size_bytes=size_bytes, progress=progress)
+                except StorageError as error:
+                    hint = " (try --size 1MiB)" if isinstance(error, StorageFullError) else ""
+                    unmeasured = f"not measured: {error.message}{hint}"
+        if backend.name in SETTINGS:  # a folder, which other members of a group could not write to
+            with suppress(OSError):  # it is not empty, or another's
+                os.rmdir(f"{backend.url}/probe")  # noqa: PTH106
+        where, remarks = backend.url, list(backend.remarks())
     finally:
         backend.close()
     document = {
@@ -64,27 +76,28 @@ def doctor(
         **report.to_dict(),
         "concurrent_writers": report.passed,
         "advice": advice(report.to_dict()),
-        "speed": None
-        if speed is None
-        else {
-            "bytes_moved": speed.bytes_moved,
-            "write_bytes_per_s": speed.write_bytes_per_s,
-            "read_bytes_per_s": speed.read_bytes_per_s,
-        },
+        "remarks": remarks,
+        "speed": speed and asdict(speed),
+        "speed_failure": unmeasured or None,
     }
-    output.show(document, lambda screen: _draw(screen, where, report, speed))
+    output.show(document, lambda screen: _draw(screen, where, report, speed or unmeasured, remarks))
 
 
-def _draw(screen: Screen, url: str, report: ProbeReport, speed: Speed | None) -> None:
-    from ckptstore.backends.probe import offset_text
-
+def _draw(
+    screen: Screen, url: str, report: ProbeReport, speed: Speed | str, remarks: Sequence[str]
+) -> None:
     screen.heading(f"{url} ({report.backend})")
     screen.line()
     draw_findings(screen, report.to_dict())
     screen.line()
     fields = {"storage clock": f"{offset_text(report.clock_offset_s)} from ours"}
-    if speed is not None:
+    if isinstance(speed, str):
+        fields.update({"speed": speed} if speed else {})
+    else:
         moved = bytes_text(speed.bytes_moved)
         fields["write"] = f"{bytes_text(speed.write_bytes_per_s)}/s, {moved} until durable"
         fields["read"] = f"{bytes_text(speed.read_bytes_per_s)}/s, just written: caches may help"
     screen.fields(fields)
+    for remark in remarks:
+        screen.line()
+        screen.line(remark)

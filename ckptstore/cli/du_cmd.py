@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptstore.cli.documents import objects_document, role_document
 from ckptstore.cli.du_shared import holding_of
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.maintenance.reports.documents import objects_document, role_document
 from ckptstore.maintenance.reports.usage import ObjectTotals, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
@@ -38,6 +37,11 @@ def du(
     shared
         Show data that each run or version holds alone, and data that it shares. Reads every
         manifest.
+
+    Examples
+    --------
+    ckptstore du
+    ckptstore du gpt --shared
     """
     output = options.output("du")
     with opened(options) as opening:
@@ -47,7 +51,7 @@ def du(
         one_run = what is not None
         holding = None
         if shared:
-            with progress_bars(output) as progress:
+            with output.progress() as progress:
                 holding = holding_of(opening, version, groups, one_run=one_run, progress=progress)
         everything = [one for versions in groups.values() for one in versions]
         document = {

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ckptstore import errors
-from ckptstore.cli.output import SCHEMA, write_document
+from ckptstore.cli.output import SCHEMA, terminal, write_document
 from ckptstore.cli.text import printable
 from ckptstore.errors import CkptStoreError
 
@@ -24,7 +24,7 @@ EXIT_CODES: dict[int, str] = {
     errors.FormatError.exit_code: "a format that this version of ckptstore cannot read",
     errors.PolicyError.exit_code: "refused for safety; the hint says how to allow it",
     errors.StorageError.exit_code: "the storage failed, refused the credentials, or needs a thaw",
-    EXIT_INTERRUPTED: "interrupted by Ctrl-C; nothing became visible",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C; what was committed before stays",
     EXIT_PIPE: "the reader of the output closed the pipe",
 }
 """Exit code to meaning; the same table is in docs/reference/cli.md."""
@@ -51,30 +51,19 @@ def unwritable(why: str) -> int:
 
 def write_error(message: str, hint: str = "") -> None:
     """Print a message, and a hint below it, to stderr; red on a terminal."""
-    label, dim = "error:", "hint:"
-    if sys.stderr.isatty():
-        from ckptstore.cli.output import terminal
-
-        console = terminal(sys.stderr)
-        console.print("error:", style="bold red", end=" ")
-        console.print(printable(message), soft_wrap=True)
-        if hint:
-            console.print("hint:", style="bold", end=" ")
-            console.print(printable(hint), soft_wrap=True)
-        return
-    print(label, printable(message), file=sys.stderr)
-    if hint:
-        print(dim, printable(hint), file=sys.stderr)
+    for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
+        if text and sys.stderr.isatty():
+            console = terminal(sys.stderr)
+            console.print(label, style=style, end=" ")
+            console.print(printable(text), soft_wrap=True)
+        elif text:
+            print(label, printable(text), file=sys.stderr)
 
 
 def write_error_document(kind: str, message: str, hint: str, exit_code: int) -> None:
     """Print ``{"error": {...}}`` to stdout."""
-    error: dict[str, Any] = {
-        "kind": kind,
-        "message": printable(message),
-        "hint": printable(hint),
-        "exit_code": exit_code,
-    }
+    told = {"message": printable(message), "hint": printable(hint)}
+    error: dict[str, Any] = {"kind": kind, **told, "exit_code": exit_code}
     try:
         write_document({"schema": SCHEMA, "error": error})
     except BrokenPipeError:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.documents import name_document
 from ckptstore.cli.output import Screen
-from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.session import find_versions, opened
 from ckptstore.cli.store_options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, version_text
 from ckptstore.errors import IntegrityError
+from ckptstore.maintenance.reports.documents import name_document
 from ckptstore.model import Version
 from ckptstore.store import Store
 from ckptstore.store.opening import open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport
+
+_Stays = list[tuple[Version, str]]
 
 
 def evict(
@@ -53,13 +55,18 @@ def evict(
     keep
         Of the selected runs, keep here the versions that these retention rules keep: 'last 5, best
         2 val_loss'. Repeatable.
+
+    Examples
+    --------
+    ckptstore evict --replica cold --run gpt --keep 'last 3' --dry-run
+    ckptstore evict gpt@1000 --replica cold
     """
     output = options.output("evict")
     with (
-        opened_to_write(options, writing=not dry_run) as here,
+        opened(options, writing=not dry_run) as here,
         open_target_of(here, f"replica:{to}", dry_run=dry_run, **target.given()),
     ):
-        named = [find_version(here, ref) for ref in refs or ()]
+        named = find_versions(here, refs or ())
         report = here.evict(
             [f"#{version.id}" for version in named] or None,
             replica=to,
@@ -73,16 +80,21 @@ def evict(
             "store": here.url,
             "replica": to,
             "dry_run": dry_run,
-            **_document(report, stays),
+            "evicted": [name_document(one) for one in report.evicted],
+            "missed": report.missed,
+            "returned": report.returned,
+            "stays": [{**name_document(one), "why": why} for one, why in stays],
+            "pinned": report.pinned,
+            "unpinned": report.unpinned,
+            "lost": [one.version for one in report.lost],
+            "reclaimable_bytes": report.reclaimable_bytes,
         }
         output.show(document, lambda screen: _draw(screen, report, stays, to, dry_run=dry_run))
     if report.lost:
         raise typer.Exit(IntegrityError.exit_code)
 
 
-def _stays(
-    here: Store, named: Sequence[Version], report: EvictReport, name: str
-) -> list[tuple[Version, str]]:
+def _stays(here: Store, named: Sequence[Version], report: EvictReport, name: str) -> _Stays:
     """Return the reasons why versions named by a REF stay, unless the report already has them."""
     told = {*report.missed, *report.returned, *(one.version for one in report.lost)}
     told |= {one.id for one in report.evicted}
@@ -102,33 +114,12 @@ def _stays(
     return found
 
 
-def _document(report: EvictReport, stays: Sequence[tuple[Version, str]]) -> dict[str, Any]:
-    return {
-        "evicted": [name_document(one) for one in report.evicted],
-        "missed": report.missed,
-        "returned": report.returned,
-        "stays": [{**name_document(one), "why": why} for one, why in stays],
-        "pinned": report.pinned,
-        "unpinned": report.unpinned,
-        "lost": [one.version for one in report.lost],
-        "reclaimable_bytes": report.reclaimable_bytes,
-    }
-
-
-def _draw(
-    screen: Screen,
-    report: EvictReport,
-    stays: Sequence[tuple[Version, str]],
-    name: str,
-    *,
-    dry_run: bool,
-) -> None:
+def _draw(screen: Screen, report: EvictReport, stays: _Stays, name: str, *, dry_run: bool) -> None:
     count = counted(len(report.evicted), "version")
     freed = bytes_text(report.reclaimable_bytes)
     would = "would keep" if dry_run else "kept"
     screen.line(f"{would} only the record of {count}: {freed} for the next ckptstore gc")
-    for one in report.evicted:
-        screen.line(version_text(one))
+    screen.lines(map(version_text, report.evicted))
     if report.pinned or report.unpinned:
         gone = f", {counted(len(report.unpinned), 'pin')} taken away" if report.unpinned else ""
         screen.line(f"{counted(len(report.pinned), 'version')} pinned in {name}{gone}")

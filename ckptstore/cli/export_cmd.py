@@ -1,17 +1,22 @@
-"""``ckptstore export``: write the tensors of a version to a safetensors file."""
+"""``ckptstore export``: write a version as a safetensors file, or as a folder of a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
+from ckptstore.backends.oserrors import translate
 from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.output import Output
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.text import bytes_text, counted, listed
+from ckptstore.errors import ConflictError, InvalidInputError
+from ckptstore.model import Version, naming
+from ckptstore.store import Store
 
 _NAMED = 5
 """Paths that the note about what was left out names."""
@@ -23,48 +28,82 @@ def export(
     *,
     paths: PathOptions,
     strip_prefix: Annotated[str, typer.Option(metavar="TEXT")] = "",
+    pretrained: bool = False,
+    merge: bool = False,
+    max_shard_size: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
     force: Annotated[bool, typer.Option("--force", "-f")] = False,
+    deepspeed: Annotated[bool, typer.Option("--deepspeed")] = False,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
 ) -> None:
-    """Write tensors to a safetensors file; every byte is checked.
+    """Write tensors to a safetensors file, or a model as a folder; every byte is checked.
 
     The file appears only when it is complete and on disk. Values that are not tensors are skipped,
     with a note. Evicted data is read from a replica.
+
+    With --pretrained, PATH is a folder for from_pretrained of Transformers or PEFT: weights,
+    configuration and tokenizer.
 
     Parameters
     ----------
     ref
         The version.
     path
-        The file to write: NAME.safetensors.
+        The file to write, NAME.safetensors; a folder with --pretrained or --deepspeed.
     strip_prefix
         Prefix to remove from tensor names: 'model.' for weights saved under model.
+    pretrained
+        Write a folder for from_pretrained.
+    merge
+        With --pretrained: add the version's adapter to the weights and write the whole model.
+    max_shard_size
+        With --pretrained: size of a file of weights, such as 5GB.
     force
-        Replace an existing file.
-    """
-    from ckptstore.integrations.safetensors_export import export_safetensors
+        Replace an existing file, or the files of these names in a folder.
+    deepspeed
+        Write a universal checkpoint, for a version that was imported from one. DeepSpeed unpickles
+        files in it: export versions that you trust.
 
+    Examples
+    --------
+    ckptstore export gpt@best:val_loss model.safetensors --include 'model.*' --strip-prefix model.
+    ckptstore export gpt@best:val_loss best-model --pretrained
+    """
     output = options.output("export")
-    with opened(options) as opening:
-        give(opening, replica, source)
-        with progress_bars(output) as progress:
-            done = export_safetensors(
-                opening,
-                f"#{find_version(opening, ref).id}",
-                path,
-                include=paths.include or None,
-                exclude=paths.exclude or None,
-                strip_prefix=strip_prefix,
-                overwrite=force,
-                progress=progress,
-            )
+    if (merge or max_shard_size) and not pretrained:
+        raise InvalidInputError("--merge and --max-shard-size go with --pretrained")
+    chosen = paths.include or paths.exclude or strip_prefix
+    if (pretrained and (chosen or deepspeed)) or (deepspeed and (chosen or force)):
+        msg = "a folder holds a whole version, and is of one kind"
+        raise InvalidInputError(msg, hint="leave the other options about its content out")
+    with opened(options) as store, output.progress() as progress:
+        give(store, replica, source)
+        version = find_version(store, ref)
+        if pretrained:
+            shards: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
+            _tell_folder(output, version, _model(store, version, path, merge, force, shards))
+            return
+        if deepspeed:
+            from ckptstore.integrations.deepspeed_export import export_universal
+
+            _tell_folder(output, version, export_universal(store, f"#{version.id}", path))
+            return
+        from ckptstore.integrations.safetensors_export import export_safetensors
+
+        done = export_safetensors(
+            store,
+            f"#{version.id}",
+            path,
+            include=paths.include or None,
+            exclude=paths.exclude or None,
+            strip_prefix=strip_prefix,
+            overwrite=force,
+            progress=progress,
+        )
     document = {
         "path": done.path,
-        "version": done.version.id,
-        "run": done.version.run,
-        "step": done.version.step,
+        **naming(done.version),
         "tensors_count": done.tensors_count,
         "file_bytes": done.file_bytes,
         "left_out": done.left_out,
@@ -74,3 +113,39 @@ def export(
     output.tell(document, text)
     if done.left_out and not options.json:
         output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")
+
+
+def _model(
+    store: Store, version: Version, folder: Path, merge: bool, force: bool, options: dict[str, Any]
+) -> Path:
+    """Write the model of a version as ``save_pretrained`` does; return the folder."""
+    from ckptstore.integrations.pretrained import export_pretrained
+
+    ref = f"#{version.id}"
+    if folder.is_dir() and any(folder.iterdir()):
+        if not force:
+            msg = f"the folder {folder} is not empty"
+            raise ConflictError(msg, hint="name a new folder, or replace its files with --force")
+        return export_pretrained(store, ref, folder, merge=merge, **options)
+    try:  # an interrupted command leaves nothing
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+            made = Path(beside) / "model"
+            export_pretrained(store, ref, made, merge=merge, **options)
+            return made.replace(folder)
+    except OSError as error:
+        raise translate(error, f"writing {folder}", writing=True) from error
+
+
+def _tell_folder(output: Output, version: Version, folder: Path) -> None:
+    """Print what a folder holds."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    document = {
+        "path": str(folder),
+        **naming(version),
+        "files": [path.relative_to(folder).as_posix() for path in files],
+        "file_bytes": size,
+    }
+    text = f"{folder}: {counted(len(files), 'file')} of {version.run}@{version.step}"
+    output.tell(document, f"{text}, {bytes_text(size)}")

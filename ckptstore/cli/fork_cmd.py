@@ -4,39 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ckptstore.cli.documents import version_document
 from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
+from ckptstore.cli.session import find_version, opened, opened_for
 from ckptstore.cli.store_options import PathOptions, SourceOptions, TargetOptions, WriterOptions
 from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
-from ckptstore.replicas.places import PREFIX
-
-if TYPE_CHECKING:
-    from ckptstore.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LeafOptions:
-    """Options that select and rename leaves.
-
-    Parameters
-    ----------
-    role
-        Only leaves of this role, for example weights. Repeatable.
-    rename
-        Move leaves at or below the path OLD to NEW. Repeatable.
-    """
-
-    role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None
-    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None
+from ckptstore.maintenance.reports.documents import version_document
+from ckptstore.store import Store
 
 
 def fork(
@@ -44,7 +23,8 @@ def fork(
     new_run: Annotated[str, typer.Argument(metavar="NEW_RUN")],
     *,
     paths: PathOptions,
-    leaves: _LeafOptions,
+    role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None,
     to: Annotated[str | None, typer.Option(metavar="URL")] = None,
     target: TargetOptions,
     replica: FromReplica = None,
@@ -61,23 +41,31 @@ def fork(
         The version to start from.
     new_run
         Name of the new run; it must be free.
+    role
+        Only leaves of this role, for example weights. Repeatable.
+    rename
+        Move leaves at or below the path OLD to NEW. Repeatable.
     to
         Create the run in this store, a location or replica:NAME.
+
+    Examples
+    --------
+    ckptstore fork gpt@best:val_loss gpt-ft --role weights
+    ckptstore fork gpt@1200 gpt --to s3://archive/ckpts
     """
     output = options.output("fork")
-    renames = parse_renames(leaves.rename or ())
+    renames = parse_renames(rename or ())
     # A run that begins elsewhere changes nothing here.
-    here = opened_to_write(options) if to is None else opened(options)
-    with here as opening:
+    with opened(options, writing=to is None) as opening:
         give(opening, replica, source)
         begun = find_version(opening, ref)
-        with _target(opening, to, target, options) as other, progress_bars(output) as progress:
+        with _target(opening, to, target, options) as other, output.progress() as progress:
             run = opening.fork(
                 f"#{begun.id}",
                 new_run,
                 include=paths.include or None,
                 exclude=paths.exclude or None,
-                roles=leaves.role or None,
+                roles=role or None,
                 rename=renames or None,
                 store=other,
                 progress=progress,
@@ -101,15 +89,8 @@ def _target(
         yield None
         return
     single_writer = options.single_writer
-    given = target.given()
-    if not url.startswith(PREFIX):
-        with opened_place(url, given, writing=True, single_writer=single_writer) as other:
-            yield other
-        return
-    name = url.removeprefix(PREFIX)
-    here.give_options(name, {**given, "read_only": False, "single_writer": single_writer})
-    with vouching():
-        yield here.replica(name)
+    with opened_for(here, url, target.given(), writing=True, single_writer=single_writer) as other:
+        yield other
 
 
 def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:
@@ -127,7 +108,6 @@ def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:
             msg = f"{text!r} is not OLD=NEW"
             raise InvalidInputError(msg, hint="such as model.backbone=model.encoder")
         if old in renames:
-            msg = f"{old!r} is renamed twice"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"{old!r} is renamed twice")
         renames[old] = new
     return renames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -11,47 +11,35 @@ import typer
 from ckptstore import limits
 from ckptstore.catalog.retention_rules import duration_text
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import DryRun, EngineOptions, WriterOptions
-from ckptstore.cli.text import age_text, bytes_text, count_text, counted, parse_wait, seconds_text
+from ckptstore.cli.text import (
+    age_text,
+    bytes_text,
+    count_text,
+    counted,
+    parse_wait,
+    seconds_text,
+    time_text,
+)
+from ckptstore.config import SYSTEM
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.collect.gc import GcReport, Kinds
 
 _GRACE: Final = duration_text(int(limits.GC_GRACE_S))
 _ORPHAN_AGE: Final = duration_text(int(limits.GC_ORPHAN_AGE_S))
+_REPACK_BELOW: Final = limits.GC_REPACK_BELOW
 _DROPPED: Final = {"YOUNG": 1, "NEEDED": 2, "LATER": 3}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SparingOptions:
-    """Options that limit what a collection deletes.
-
-    Parameters
-    ----------
-    grace
-        Grace period: how long condemned objects stay for running readers; 0 for none.
-    orphan_age
-        Minimum age at which unreferenced objects are deleted; younger ones may be running uploads.
-    repack_below
-        Rewrite packs whose live share is smaller than this.
-    no_repack
-        Rewrite no packs.
-    """
-
-    grace: Annotated[str, typer.Option(metavar="TIME")] = _GRACE
-    orphan_age: Annotated[str, typer.Option(metavar="TIME")] = _ORPHAN_AGE
-    repack_below: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="SHARE")] = (
-        limits.GC_REPACK_BELOW
-    )
-    no_repack: bool = False
 
 
 def gc(
     *,
     dry_run: DryRun = False,
-    spared: _SparingOptions,
+    grace: Annotated[str, typer.Option(metavar="TIME")] = _GRACE,
+    orphan_age: Annotated[str, typer.Option(metavar="TIME")] = _ORPHAN_AGE,
+    repack_below: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="SHARE")] = _REPACK_BELOW,
+    no_repack: bool = False,
     force: bool = False,
     engine: EngineOptions,
     options: WriterOptions,
@@ -66,25 +54,37 @@ def gc(
     ----------
     dry_run
         Print what would be freed; change nothing.
+    grace
+        Grace period: how long condemned objects stay for running readers; 0 for none.
+    orphan_age
+        Minimum age at which unreferenced objects are deleted; younger ones may be running uploads.
+    repack_below
+        Rewrite packs whose live share is smaller than this.
+    no_repack
+        Rewrite no packs.
     force
         Collect even if commits seem to be missing from the log.
+
+    Examples
+    --------
+    ckptstore gc --dry-run
+    ckptstore gc --grace 0 --no-repack
     """
     output = options.output("gc")
-    grace_s, orphan_age_s = parse_wait(spared.grace), parse_wait(spared.orphan_age)
-    with opened_to_write(options) as opening:
-        with progress_bars(output) as progress:
-            report = opening.gc(
-                grace_s=grace_s,
-                orphan_age_s=orphan_age_s,
-                repack_below=None if spared.no_repack else spared.repack_below,
-                dry_run=dry_run,
-                force=force,
-                executor=engine.engine,
-                workers=engine.workers,
-                progress=progress,
-            )
-        document = {"store": opening.url, **msgspec.to_builtins(report)}
-        output.show(document, lambda screen: _draw(screen, report))
+    grace_s, orphan_age_s = parse_wait(grace), parse_wait(orphan_age)
+    with opened(options, writing=True) as opening, output.progress() as progress:
+        report = opening.gc(
+            grace_s=grace_s,
+            orphan_age_s=orphan_age_s,
+            repack_below=None if no_repack else repack_below,
+            dry_run=dry_run,
+            force=force,
+            executor=engine.engine,
+            workers=engine.workers,
+            progress=progress,
+        )
+    document = {"store": opening.url, **msgspec.to_builtins(report)}
+    output.show(document, lambda screen: _draw(screen, report))
 
 
 def _draw(screen: Screen, report: GcReport) -> None:
@@ -103,8 +103,7 @@ def _draw(screen: Screen, report: GcReport) -> None:
     screen.line()
     needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
     screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")
-    for line in _done(report):
-        screen.line(line)
+    screen.lines(_done(report))
     if report.orphan_age_s_max:
         screen.line(f"oldest object without a version: {age_text(report.orphan_age_s_max)}")
     for skipped in report.repacked.skipped:
@@ -130,9 +129,17 @@ def _done(report: GcReport) -> list[str]:
             f"needs their bases: {bytes_text(merged.written_bytes)} in place of "
             f"{bytes_text(merged.dead_bytes)}"
         )
+    if report.dry_run:
+        lines.append("nothing was changed: ckptstore gc without --dry-run does this")
     if report.again_s:
         wait = seconds_text(report.again_s)
-        lines.append(f"run ckptstore gc again {wait} later: it deletes what is condemned by then")
+        due = datetime.fromtimestamp(SYSTEM.now_ms() / 1000 + report.again_s, UTC)
+        when = "" if report.dry_run else f", at {time_text(due, utc=False)} or after"
+        lines.append(
+            f"run ckptstore gc again {wait} later{when}: it deletes what is condemned by then"
+        )
+    elif not report.dry_run:
+        lines.append("nothing is left for a second run")
     left = report.leftovers
     if left.count:
         what = f"{counted(left.count, 'temporary file')}, {bytes_text(left.size_bytes)},"

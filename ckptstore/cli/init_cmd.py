@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -14,6 +14,9 @@ from ckptstore.cli.text import bytes_text, parse_bytes
 from ckptstore.config import Options
 from ckptstore.format.superblock import Superblock
 from ckptstore.repo import create_repo
+
+_SHOWN: Final = ("store_id", "format", "chunk_bytes", "backend", "put_if_absent", "single_writer")
+"""Fields of the superblock in the document."""
 
 
 def init(
@@ -30,6 +33,11 @@ def init(
         Location; default: --store or CKPTSTORE_URL.
     chunk_size
         Size of chunks before compression: 64KiB-64MiB.
+
+    Examples
+    --------
+    ckptstore init /data/ckpts
+    ckptstore init s3://bucket/ckpts -o endpoint_url=http://10.0.0.5:9000
     """
     output = options.output("init")
     chunk_bytes = parse_bytes(chunk_size)
@@ -46,12 +54,7 @@ def init(
         made = repo.superblock
         document = {
             "store": repo.url,
-            "store_id": made.store_id,
-            "format": made.format,
-            "chunk_bytes": made.chunk_bytes,
-            "backend": made.backend,
-            "put_if_absent": made.put_if_absent,
-            "single_writer": made.single_writer,
+            **{name: getattr(made, name) for name in _SHOWN},
             "encrypted": made.encryption is not None,
             "probe": made.probe,
         }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,13 +18,8 @@ from ckptstore.store import mend_keys, rotate_key
 _SPEC = "{} file:PATH, env:NAME or command:CMD"
 
 
-class KeyAction(StrEnum):
-    """Action of ``ckptstore key``."""
-
-    NEW = "new"
-    ID = "id"
-    ROTATE = "rotate"
-    MEND = "mend"
+KeyAction = Literal["new", "id", "rotate", "mend"]
+"""Action of ``ckptstore key``."""
 
 
 def key(
@@ -56,6 +50,11 @@ def key(
         Keys that open the store now stay valid until a rotation without this option.
     dry_run
         With mend: print what would be removed; change nothing.
+
+    Examples
+    --------
+    ckptstore key new ckpts.key
+    ckptstore key rotate --key file:old.key --new-key file:new.key
     """
     output = options.output("key")
     _check(action, file, new_key, dry_run=dry_run)
@@ -70,9 +69,8 @@ def key(
         )
         return
     if not options.key:
-        msg = "no key is given"
-        raise InvalidInputError(msg, hint=_SPEC.format("--key"))
-    if action is KeyAction.MEND:
+        raise InvalidInputError("no key is given", hint=_SPEC.format("--key"))
+    if action == "mend":
         _mend(output, options, options.key, dry_run=dry_run)
         return
     if new_key is None:
@@ -83,13 +81,13 @@ def key(
 
 
 def _check(action: KeyAction, file: Path | None, new_key: str | None, *, dry_run: bool) -> None:
-    if (file is not None) is not (action is KeyAction.NEW):
+    if (file is not None) is not (action == "new"):
         msg = "a new key wants a FILE, and nothing else does"
         raise InvalidInputError(msg, hint="ckptstore key new FILE")
-    if (new_key is not None) is not (action is KeyAction.ROTATE):
+    if (new_key is not None) is not (action == "rotate"):
         msg = "a rotation wants --new-key SPEC, and nothing else does"
         raise InvalidInputError(msg, hint=_SPEC.format("--new-key"))
-    if dry_run and action is not KeyAction.MEND:
+    if dry_run and action != "mend":
         msg = "--dry-run is for mend"
         raise InvalidInputError(msg, hint="ckptstore key mend --dry-run --key SPEC")
 

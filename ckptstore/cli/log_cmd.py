@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -15,14 +14,14 @@ from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.history import history
 from ckptstore.catalog.run_ops import Annotate, Save
 from ckptstore.catalog.state import Op
-from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.log_text import describe
 from ckptstore.cli.metric_history import draw_history, history_document
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions, Utc
-from ckptstore.cli.text import time_text
+from ckptstore.cli.text import committed_at, time_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.documents import metrics_document, time_document
 from ckptstore.store import Store
 
 _ROWS: Final = 20
@@ -34,7 +33,6 @@ def log(
     *,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, metavar="N")] = _ROWS,
     metric: Annotated[str | None, typer.Option(metavar="NAME")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
     graph: bool = False,
     utc: Utc = False,
     options: CommonOptions,
@@ -49,21 +47,24 @@ def log(
         Show the newest N; 0 for all.
     metric
         Show the history of this metric instead of commits.
-    plot
-        With --metric: draw it to a .svg, .png or .pdf file.
     graph
         Show the tree of versions instead of commits: runs, forks, rollbacks.
+
+    Examples
+    --------
+    ckptstore log gpt --graph
+    ckptstore log gpt --metric val_loss
     """
     output = options.output("log")
     if metric and graph:
-        msg = "--metric and --graph are two views: choose one"
-        raise InvalidInputError(msg)
-    if (metric and not run) or (plot and not metric):
-        msg = "--metric wants a RUN, and --plot wants --metric"
-        raise InvalidInputError(msg, hint="ckptstore log RUN --metric val_loss --plot val_loss.svg")
+        raise InvalidInputError("--metric and --graph are two views: choose one")
+    if metric and not run:
+        raise InvalidInputError("--metric wants a RUN", hint="ckptstore log RUN --metric val_loss")
     with opened(options) as opening:
         if run is not None and metric is not None:
-            _metric(output, opening, run, metric, limit=limit, plot=plot, utc=utc)
+            found = history(opening.repo.refresh(), run, metric)
+            drawn = partial(draw_history, found=found, limit=limit, utc=utc)
+            output.show(history_document(found), drawn)
             return
         if graph:
             _show_graph(opening, output, run, limit, utc=utc)
@@ -80,21 +81,6 @@ def log(
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
         shown = len(commits) if run is None else catalog.number
         output.note_rest(shown, catalog.number, "commit", lists="shows")
-
-
-def _metric(
-    output: Output, store: Store, run: str, metric: str, *, limit: int, plot: Path | None, utc: bool
-) -> None:
-    """Show the history of a metric, and optionally draw it to a file."""
-    found = history(store.repo.refresh(), run, metric)
-    if plot is not None:
-        from ckptstore.integrations.plots import plot_history
-
-        plot_history(store, run, metric, plot)
-    document = {**history_document(found), "plot": str(plot) if plot else None}
-    output.show(document, lambda screen: draw_history(screen, found, limit=limit, utc=utc))
-    if plot is not None:
-        output.note(f"drawn to {plot}")
 
 
 def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, utc: bool) -> None:
@@ -150,7 +136,7 @@ def _op_document(op: Op) -> dict[str, Any]:
 def _commit_document(commit: Commit) -> dict[str, Any]:
     return {
         "number": commit.number,
-        "at": time_document(_moment(commit)),
+        "at": time_document(committed_at(commit)),
         "by": commit.body.by,
         "digest": commit.digest,
         "previous": commit.body.previous or None,
@@ -158,15 +144,11 @@ def _commit_document(commit: Commit) -> dict[str, Any]:
     }
 
 
-def _moment(commit: Commit) -> datetime:
-    return datetime.fromtimestamp(commit.body.at_ms / 1000, UTC)
-
-
 def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: bool) -> None:
     rows = []
     for commit in commits:
         for place, op in enumerate(commit.ops):
-            head = (str(commit.number), time_text(_moment(commit), utc=utc), commit.body.by)
+            head = (str(commit.number), time_text(committed_at(commit), utc=utc), commit.body.by)
             cells = (_name(op), describe(op, catalog))
             rows.append((*(head if place == 0 else ("", "", "")), *cells))
     columns = (

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.lifecycle_ops import Rollback
-from ckptstore.cli.documents import metrics_document, state_marks, time_document
 from ckptstore.cli.output import Screen
-from ckptstore.cli.text import metric_text, time_text, version_text
+from ckptstore.cli.text import committed_at, metric_text, time_text, version_text
+from ckptstore.maintenance.reports import documents
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -21,12 +20,7 @@ _METRICS = 3
 """Metrics that a line shows: the declared ones first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Event:
-    """One rollback."""
-
-    commit: Commit
-    op: Rollback
+_Event = tuple[Commit, Rollback]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +41,27 @@ class Graph:
             "versions": [self._version(version) for version in self.versions],
             "rollbacks": [
                 {
-                    "commit": event.commit.number,
-                    "at": time_document(_moment(event.commit)),
-                    "by": event.commit.body.by,
-                    "run": event.op.run,
-                    "version": event.op.version,
-                    "reason": event.op.reason,
+                    "commit": commit.number,
+                    "at": documents.time_document(committed_at(commit)),
+                    "by": commit.body.by,
+                    "run": op.run,
+                    "version": op.version,
+                    "reason": op.reason,
                 }
-                for event in self.events
+                for commit, op in self.events
             ],
         }
 
     def _version(self, version: Version) -> dict[str, Any]:
         origin = self._origin(version)
         return {
-            "id": version.id,
-            "run": version.run,
-            "step": version.step,
+            **documents.name_document(version),
             "commit": version.commit,
             "parent": version.parent or None,
             "forked_from": None if origin is None else origin.id,
             "head": self.catalog.head_id(version.run) == version.id,
             "tags": list(version.tags),
-            "metrics": metrics_document(version.metrics),
+            "metrics": documents.metrics_document(version.metrics),
             "abandoned": version.abandoned,
             "level": version.level,
             "pinned": version.pinned,
@@ -79,23 +71,22 @@ class Graph:
         """Draw one line a version, newest first, and where lines part."""
         events: dict[str, list[_Event]] = {}
         for event in self.events:
-            events.setdefault(event.op.version, []).append(event)
+            events.setdefault(event[1].version, []).append(event)
         order = [version.id for version in self.versions]
         for version, (own, before) in zip(self.versions, rails(order, self.parents), strict=True):
-            for line in before:
-                screen.line(line)
+            screen.lines(before)
             screen.line(f"{own}  {self._text(version)}")
             below = own.replace("*", "|" if self.parents.get(version.id) else " ")
-            for event in events.get(version.id, ()):
-                why = f": {event.op.reason}" if event.op.reason else ""
-                when = time_text(_moment(event.commit), utc=self.utc)
+            for commit, op in events.get(version.id, ()):
+                why = f": {op.reason}" if op.reason else ""
+                when = time_text(committed_at(commit), utc=self.utc)
                 screen.line(f"{below}    rolled back to, {when}{why}")
 
     def _text(self, version: Version) -> str:
         names = list(version.tags)
         if self.catalog.head_id(version.run) == version.id:
             names.insert(0, "latest")
-        names += state_marks(version, self.catalog.replicas)
+        names += documents.state_marks(version, self.catalog.replicas)
         parts = [f"{version.run}@{version.step}", version.id[:8]]
         if names:
             parts.append(f"[{', '.join(names)}]")
@@ -180,15 +171,11 @@ def _events(store: Store, versions: Sequence[Version]) -> list[_Event]:
         return []
     ids = {version.id for version in versions}
     return [
-        _Event(commit=commit, op=op)
+        (commit, op)
         for commit in store.log(first=versions[0].commit)
         for op in commit.ops
         if isinstance(op, Rollback) and op.version in ids
     ]
-
-
-def _moment(commit: Commit) -> datetime:
-    return datetime.fromtimestamp(commit.body.at_ms / 1000, UTC)
 
 
 def arranged(parents: Mapping[str, str], first: Mapping[str, int]) -> list[str]:

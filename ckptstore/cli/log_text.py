@@ -39,7 +39,17 @@ def _save(op: Save, _: Catalog) -> str:
 
 
 def _annotate(op: Annotate, catalog: Catalog) -> str:
-    return f"{_named(op.version, catalog)}: {_metrics(op.metrics)}"
+    told = [_metrics(op.metrics)] if op.metrics else []
+    for name, value in jsonlib.loads(bytes(op.metadata)).items():
+        if name == "resumed" and isinstance(value, dict):
+            names = f": {listed(value.get('names', []), most=_NAMED)}" if value.get("names") else ""
+            steps = value.get("steps")
+            after = "after 1 step" if steps == 1 else f"after {steps} steps"
+            at = after if steps else "in what was restored"
+            told.append(f"resumed, {value.get('verdict')} {at}{names}")
+        else:
+            told.append(f"{name}: {value}" if name == "note" else name)
+    return f"{_named(op.version, catalog)}: {', '.join(told)}"
 
 
 def _directions(op: CreateRun | Declare, _: Catalog) -> str:
@@ -105,9 +115,8 @@ def _versions(op: Verified | Quarantine | Delete | Undelete | Replicated, catalo
 
 
 def _named(version_id: str, catalog: Catalog) -> str:
-    if not catalog.has_version(version_id):
-        return version_id[:8]
-    return version_text(catalog.version(version_id))
+    found = catalog.find(version_id)
+    return version_id[:8] if found is None else version_text(found)
 
 
 def _objects(op: Condemn | Swept, _: Catalog) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptstore.catalog.best_marks import best_marks
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import run_document, state_marks, version_document
+from ckptstore.cli.conditions import chosen
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions, Utc
-from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
-from ckptstore.config import SYSTEM
+from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text, version_age
+from ckptstore.maintenance.reports.documents import run_document, state_marks, version_document
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import RoleBytes, RunInfo, Version
 
@@ -37,6 +37,9 @@ def ls(
     *,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=0, metavar="N")] = None,
     metric: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None,
+    sort: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    where: Annotated[list[str] | None, typer.Option(metavar="CONDITION")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG")] = None,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
@@ -50,15 +53,30 @@ def ls(
         Show the newest N versions; 0 for all. Default: 20; all with --json.
     metric
         A metric to show as a column. Repeatable.
+    sort
+        Sort by a metric, the best first; or by step or size, the greatest first. Default: the
+        newest first.
+    where
+        Only versions for which this holds: 'val_loss<1.3', 'step>=1000'. Repeatable.
+    tag
+        Only versions that have this tag.
+
+    Examples
+    --------
+    ckptstore ls gpt --sort val_loss --limit 5
+    ckptstore ls --where 'val_loss<1.3' --tag release
     """
     output = options.output("ls")
     with opened(options) as opening:
         catalog = opening.repo.refresh()
         runs = catalog.runs() if run is None else [catalog.run(run)]
+        found: Iterable[Version] = catalog.versions(run, newest_first=True)
         total = catalog.versions_count if run is None else runs[0].versions_count
+        if where or tag or sort:
+            found = chosen(catalog, runs, found, where or (), tag=tag, sort=sort)
+            total = len(found)
         wanted = (total if options.json else _ROWS) if limit is None else limit or total
-        most = min(wanted, total)
-        versions = list(islice(catalog.versions(run, newest_first=True), most))
+        versions = list(islice(found, min(wanted, total)))
         listing = _Listing(
             catalog=catalog,
             runs=runs,
@@ -67,18 +85,23 @@ def ls(
             heads={info.head for info in runs},
             best=best_marks(catalog, runs),
             one_run=run is not None,
-            metrics=metric or _usual_metrics(runs, versions),
+            metrics=metric or _usual_metrics(runs, versions, sort),
             utc=utc,
         )
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
-    output.note_rest(len(versions), total, "version")
+    if total or not (where or tag):
+        output.note_rest(len(versions), total, "version")
+    else:
+        output.note("no version fits")
 
 
-def _usual_metrics(runs: Sequence[RunInfo], versions: Sequence[Version]) -> list[str]:
+def _usual_metrics(
+    runs: Sequence[RunInfo], versions: Sequence[Version], sort: str | None
+) -> list[str]:
     """Return the metrics worth a column: declared ones first, then those most versions have."""
     used = Counter(name for version in versions for name in version.metrics)
     declared = {name for info in runs for name in info.metrics}
-    order = sorted(used, key=lambda name: (name not in declared, -used[name], name))
+    order = sorted(used, key=lambda n: (n != sort, n not in declared, -used[n], n))
     return order[:_METRIC_COLUMNS_MAX]
 
 
@@ -136,7 +159,7 @@ class _Listing:
             Column("RUN", lambda info: info.name),
             Column("VERSIONS", lambda info: count_text(info.versions_count), right=True),
             Column("LATEST", of_head(lambda version: str(version.step)), right=True),
-            Column("AGE", of_head(_age), right=True),
+            Column("AGE", of_head(version_age), right=True),
             Column("BEST", lambda info: ", ".join(bests.get(info.name, [])) or "-"),
         )
 
@@ -148,11 +171,11 @@ class _Listing:
 
         screen.listing(
             self.versions,
-            *([] if self.one_run else [Column("RUN", lambda version: version.run)]),
+            Column("RUN", lambda version: version.run, shown=not self.one_run),
             Column("STEP", lambda version: str(version.step), right=True, wrap=False),
             Column("ID", lambda version: version.id[:8], wrap=False),
             Column("SAVED", lambda v: time_text(v.created_at, utc=self.utc), wrap=False, drop=1),
-            Column("AGE", _age, right=True, wrap=False),
+            Column("AGE", version_age, right=True, wrap=False),
             *(
                 Column(
                     name.upper(),
@@ -180,7 +203,3 @@ class _Listing:
         latest = ["latest"] if version.id in self.heads else []
         marks = (f"({mark})" for mark in state_marks(version, self.catalog.replicas))
         return " ".join([*latest, *version.tags, *marks])
-
-
-def _age(version: Version) -> str:
-    return age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())

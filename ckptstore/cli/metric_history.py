@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Final
 
 from ckptstore.catalog.history import History, Point
-from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import counted, metric_text, time_text
+from ckptstore.maintenance.reports.documents import metrics_document, time_document
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII: Final = "_.-=+*#"

@@ -16,12 +16,17 @@ import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
+from ckptstore.cli.completion import completer
+
 _SECTION = "\n\nParameters\n----------\n"
+_EXAMPLES = "\n\nExamples\n--------\n"
 _ENTRY = re.compile(r"(\w+)\n((?: +.*(?:\n|$))+)")
 
 
@@ -60,12 +65,45 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def examples(command: Callable[..., None]) -> list[str]:
+    """Return the command lines in the section ``Examples`` of a command's docstring."""
+    return inspect.cleandoc(command.__doc__ or "").partition(_EXAMPLES)[2].splitlines()
+
+
+class _Quiet:
+    """Part of commands whose help shows the names of values, and not their Python types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - of Typer, or of click
+        """Return the parameters, without ``<str>`` and ``[x>=0]`` in the help."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of Typer's classes
+        for one in found:
+            shown = getattr(type(one), "display_type_rich", None)
+            if shown is not None:
+                one.display_type_rich = partial(_without_type, partial(shown, one))
+                one._get_number_range_help_str = lambda: None
+        return found
+
+
+class QuietCommand(_Quiet, TyperCommand):
+    """A command."""
+
+
+class QuietGroup(_Quiet, TyperGroup):
+    """The program."""
+
+
+def _without_type(shown: Callable[..., str | None], ctx: typer.Context) -> str | None:
+    text = shown(ctx=ctx)
+    return None if text is None or text.startswith("<") else text
+
+
 def _read(docstring: str | None) -> tuple[str, dict[str, str]]:
     """Return the text before the section of parameters, and the text of each parameter.
 
     Each paragraph is on one line, so that the help can wrap it.
     """
-    intro, _, section = inspect.cleandoc(docstring or "").partition(_SECTION)
+    text = inspect.cleandoc(docstring or "").partition(_EXAMPLES)[0]
+    intro, _, section = text.partition(_SECTION)
     paragraphs = [" ".join(part.split()) for part in intro.split("\n\n")]
     texts = {name: " ".join(text.split()) for name, text in _ENTRY.findall(section)}
     return "\n\n".join(paragraphs), texts
@@ -81,6 +119,7 @@ def _described(parameter: inspect.Parameter, texts: Mapping[str, str]) -> inspec
         return parameter
     note = copy(note)
     note.help = note.help or texts.get(parameter.name)
+    note.autocompletion = note.autocompletion or completer(parameter.name, note.metavar)
     if kind is bool and isinstance(note, OptionInfo):
         note.metavar = note.metavar or ""  # Typer would write <bool>
         if note.default is ...:  # Typer would add a second name for the opposite

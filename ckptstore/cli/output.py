@@ -1,24 +1,29 @@
 """Output of a command: one JSON document, or text and tables for people. Never both.
 
 stdout holds the result and nothing else; notes, progress and errors go to stderr. rich is
-imported only when a table is printed.
+imported only when a table or a bar is drawn.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from ckptstore.cli.text import count_text, counted, printable
+from ckptstore.backends.transfers import Ledger, operation
+from ckptstore.cli.text import bytes_text, count_text, counted, printable
 from ckptstore.errors import CkptStoreError
+from ckptstore.events import Progress, ProgressCallback, silent
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
     from rich.text import Text
 
 SCHEMA = 1
@@ -52,6 +57,8 @@ class Column:
     """False: never cut or wrapped, however narrow the terminal."""
     drop: int = 0
     """Where the terminal is too narrow, columns are left out in this order, from 1; 0: never."""
+    shown: bool = True
+    """False: left out of :meth:`Screen.listing`."""
 
 
 class Screen:
@@ -85,7 +92,8 @@ class Screen:
 
     def listing(self, items: Iterable[object], *columns: Column) -> None:
         """Print one row an item, under bold titles."""
-        self.table(columns, [[column.cell(item) for column in columns] for item in items])
+        shown = [column for column in columns if column.shown]
+        self.table(shown, [[column.cell(item) for column in shown] for item in items])
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print rows under bold titles; escape cells of plain text."""
@@ -147,6 +155,8 @@ class Output:
         self.command = command
         self.as_json = as_json
         self.quiet = quiet
+        self.transfers: Ledger | None = None
+        """What the command moved, for the document of one that takes long."""
 
     def show(self, document: Mapping[str, Any], render: Callable[[Screen], None]) -> None:
         """Print the result: `document` with ``--json``, else what `render` draws.
@@ -162,7 +172,8 @@ class Output:
         """
         try:
             if self.as_json:
-                write_document({"schema": SCHEMA, "command": self.command, **document})
+                moved = {} if self.transfers is None else self.transfers.document()
+                write_document({"schema": SCHEMA, "command": self.command, **document, **moved})
                 return
             screen = Screen()
             render(screen)
@@ -192,6 +203,17 @@ class Output:
         """
         quiet = () if brief is None else (brief,)
         self.show(document, lambda screen: screen.lines(quiet if self.quiet else lines))
+
+    @contextmanager
+    def progress(self) -> Iterator[ProgressCallback]:
+        """Give a callback that draws one bar per stage while the block runs; count what moves.
+
+        It draws nothing with ``--quiet`` and where stderr is not a terminal, so that logs stay
+        readable. The bars are wiped at the end: what stays is the command's result.
+        """
+        with operation(self.command) as moved, _bars(quiet=self.quiet) as progress:
+            self.transfers = self.transfers or moved
+            yield progress
 
     def note_rest(self, shown: int, total: int, noun: str, *, lists: str = "lists") -> None:
         """Print a remark below a text that shows only some of `total` items, or has none."""
@@ -236,3 +258,50 @@ def encode_document(document: Mapping[str, Any]) -> str:
         return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
     except UnicodeEncodeError:
         return json.dumps(msgspec.to_builtins(document), indent=2)
+
+
+@contextmanager
+def _bars(*, quiet: bool) -> Iterator[ProgressCallback]:
+    if quiet or not sys.stderr.isatty():
+        yield silent
+        return
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    bars = Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeRemainingColumn(),
+        console=terminal(sys.stderr),
+        transient=True,
+    )
+    with bars:
+        yield _Stages(bars)
+
+
+class _Stages:
+    """One bar per stage; called from worker threads, one call at a time."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, step: Progress) -> None:
+        """Move the bar of the step's stage."""
+        task = self._tasks.get(step.stage)
+        if task is None:
+            task = self._tasks[step.stage] = self._bars.add_task(step.stage, amount="")
+        self._bars.update(task, completed=step.done, total=step.total or None)
+        speed = self._bars.tasks[task].speed if step.unit == "bytes" else None
+        rate = f", {bytes_text(speed)}/s" if speed else ""
+        self._bars.update(task, amount=_amount(step, rate))
+
+
+def _amount(step: Progress, rate: str) -> str:
+    if step.unit == "bytes":
+        done, total = bytes_text(step.done), bytes_text(step.total)
+    else:
+        done, total = count_text(step.done), f"{count_text(step.total)} {step.unit}"
+    text = (f"{done} of {total}" if step.total else done) + rate
+    return f"{text}  {printable(step.detail)}" if step.detail else text

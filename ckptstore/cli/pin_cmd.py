@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from ckptstore.catalog.lifecycle_ops import pinned_text
-from ckptstore.cli.documents import name_document
-from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.documents import name_document
 
 
 def pin(
@@ -32,12 +32,17 @@ def pin(
     for_store
         With --delete, instead of versions: remove the pins that evictions from this store left
         here. Its id, or a prefix of it.
+
+    Examples
+    --------
+    ckptstore pin gpt@best:val_loss
+    ckptstore pin gpt@1200 --delete
     """
     output = options.output("pin")
     if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
         msg = "name versions; or a store, with --delete --for STORE"
         raise InvalidInputError(msg, hint="ckptstore pin [--delete] REF...")
-    with opened_to_write(options) as opening:
+    with opened(options, writing=True) as opening:
         if for_store is not None:
             found = opening.unpin_for(for_store)
         else:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
-from ckptstore.cli.session import location, opened_for, opened_place, opened_to_write, vouching
+from ckptstore.cli.session import location, opened, opened_for, opened_place, vouching
 from ckptstore.cli.store_options import DryRun, SourceOptions, WriterOptions
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
@@ -25,7 +24,7 @@ def repair(
     *,
     url: Annotated[list[str] | None, typer.Option("--from", metavar="URL")] = None,
     source: SourceOptions,
-    level: VerifyLevel = VerifyLevel.FULL,
+    level: VerifyLevel = "full",
     dry_run: DryRun = False,
     options: WriterOptions,
 ) -> None:
@@ -45,6 +44,11 @@ def repair(
         A second store to recover from: a copy, any store with the same tensors, or replica:NAME. It
         is only read. Repeatable: later stores are asked for data that earlier ones lack or hold
         only in an archive class.
+
+    Examples
+    --------
+    ckptstore repair --dry-run
+    ckptstore repair --from s3://archive/ckpts
     """
     output = options.output("repair")
     urls = url or []
@@ -61,17 +65,13 @@ def repair(
             document = {"store": options.store, "ok": False, "superblock": asdict(superblock)}
             output.show(document, lambda screen: draw_superblock(screen, superblock))
             raise typer.Exit(IntegrityError.exit_code)
-        opening = stack.enter_context(opened_to_write(options, writing=not dry_run))
+        opening = stack.enter_context(opened(options, writing=not dry_run))
         for place in urls:
             if place not in others:
                 others[place] = stack.enter_context(opened_for(opening, place, source.given()))
-        with progress_bars(output) as progress:
-            report = opening.repair(
-                [others[place] for place in urls],
-                level=level.value,
-                dry_run=dry_run,
-                progress=progress,
-            )
+        with output.progress() as progress:
+            stores = [others[place] for place in urls]
+            report = opening.repair(stores, level=level, dry_run=dry_run, progress=progress)
         output.show(
             repair_document(report, opening.url, superblock),
             lambda screen: draw_repair(screen, report, superblock),

@@ -19,10 +19,9 @@ def repair_document(
     """Return the JSON document of a repair."""
     document = asdict(report)
     document["superblock"] = None if superblock is None else asdict(superblock)
-    document["problems"] = [
-        {**asdict(problem), **({} if problem.version else {"version": None, "step": None})}
-        for problem in report.problems
-    ]
+    for problem in document["problems"]:
+        if not problem["version"]:
+            problem.update(version=None, step=None)
     return {"store": url, "ok": report.ok, **document}
 
 
@@ -49,13 +48,11 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
     """Print the mended and the lost parts."""
     if superblock is not None:
         _draw_origin(screen, superblock)
-    rows = [*_commit_rows(report), *_version_rows(report)]
-    if rows:
+    if rows := _rows(report):
         titles = ("WHAT", "ID", "STATE", "TENSORS", "WHY")
         screen.table([Column(title) for title in titles], rows)
         screen.line()
-    for text in _notes(report):
-        screen.line(text)
+    screen.lines(_notes(report))
     if any(not commit.mended for commit in report.commits):
         screen.line(
             f"the log can be read up to commit {count_text(report.commits_readable)}, with "
@@ -81,17 +78,12 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
         screen.line("no damage", "green")
 
 
-def _commit_rows(report: RepairReport) -> list[tuple[str, ...]]:
-    done = "can be mended" if report.dry_run else "mended"
-    return [
-        (f"commit {commit.number}", "-", done if commit.mended else "lost", "-", commit.why)
-        for commit in report.commits
-    ]
-
-
-def _version_rows(report: RepairReport) -> list[tuple[str, ...]]:
+def _rows(report: RepairReport) -> list[tuple[str, ...]]:
     done = "can be mended" if report.dry_run else "mended"
     rows: list[tuple[str, ...]] = []
+    for commit in report.commits:
+        state = done if commit.mended else "lost"
+        rows.append((f"commit {commit.number}", "-", state, "-", commit.why))
     for version in report.mended:
         what = "the manifest was lost, too" if version.manifest else ""
         named = f"{version.run}@{version.step}"

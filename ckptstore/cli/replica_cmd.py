@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal
 
 import msgspec
 import typer
 
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import TargetOptions, WriterOptions
 from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.replica_lag import ReplicaLag, replica_lags
+from ckptstore.model import ReplicaInfo
+from ckptstore.store import Store
 
-if TYPE_CHECKING:
-    from ckptstore.model import ReplicaInfo
-    from ckptstore.store import Store
-
-
-class Action(StrEnum):
-    """Action of ``ckptstore replica``."""
-
-    ADD = "add"
-    LS = "ls"
-    RM = "rm"
+Action = Literal["add", "ls", "rm"]
+"""Action of ``ckptstore replica``."""
+_USAGES: Final[dict[Action, str]] = {"add": "add NAME URL", "rm": "rm NAME", "ls": "ls"}
 
 
 def replica(
@@ -54,17 +48,21 @@ def replica(
         With add: location of the store.
     create
         With add: create the store if it is missing.
+
+    Examples
+    --------
+    ckptstore replica add cold s3://archive/ckpts --create
+    ckptstore replica ls
     """
     output = options.output("replica")
     _check(action, name, url)
-    writing = action is not Action.LS
-    with opened_to_write(options, writing=writing) as found:
-        if action is Action.ADD:
+    with opened(options, writing=action != "ls") as found:
+        if action == "add":
             added = found.add_replica(
                 str(name), str(url), create=create, **target.given(placed=False)
             )
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
-        elif action is Action.RM:
+        elif action == "rm":
             gone = found.repo.refresh().replicas.get(str(name))
             found.remove_replica(str(name))
             if gone is not None:
@@ -74,10 +72,9 @@ def replica(
 
 
 def _check(action: Action, name: str | None, url: str | None) -> None:
-    wanted = {Action.ADD: (True, True), Action.RM: (True, False), Action.LS: (False, False)}
-    if (name is not None, url is not None) != wanted[action]:
-        usage = {"add": "add NAME URL", "rm": "rm NAME", "ls": "ls"}[action.value]
-        msg = f"replica {action.value} is given the wrong number of arguments"
+    usage = _USAGES[action]
+    if (name is not None, url is not None) != ("NAME" in usage, "URL" in usage):
+        msg = f"replica {action} is given the wrong number of arguments"
         raise InvalidInputError(msg, hint=f"ckptstore replica {usage}")
 
 
@@ -87,42 +84,30 @@ def _show_one(output: Output, store: Store, one: ReplicaInfo, text: str) -> None
 
 
 def _list(output: Output, store: Store) -> None:
-    catalog = store.repo.refresh()
-    rows = list(catalog.replicas.values())
-    counts = dict.fromkeys((one.store for one in rows), 0)
-    lacking = dict.fromkeys(counts, 0)
-    for version in catalog.versions():
-        for one in counts:
-            counts[one] += one in version.replicas
-            lacking[one] += one not in version.replicas and version.level != "record"
+    lags = replica_lags(store.repo.refresh())
     document = {
         "store": store.url,
         "replicas": [
             {
-                **msgspec.to_builtins(one),
-                "versions": counts[one.store],
-                "missing": lacking[one.store],
+                **msgspec.to_builtins(lag.replica),
+                "versions": lag.versions_count,
+                "missing": lag.missing_count,
             }
-            for one in rows
+            for lag in lags
         ],
     }
-    output.show(document, lambda screen: _draw(screen, rows, counts, lacking))
+    output.show(document, lambda screen: _draw(screen, lags))
 
 
-def _draw(
-    screen: Screen,
-    rows: Sequence[ReplicaInfo],
-    counts: Mapping[str, int],
-    lacking: Mapping[str, int],
-) -> None:
-    if not rows:
+def _draw(screen: Screen, lags: Sequence[ReplicaLag]) -> None:
+    if not lags:
         screen.line("no replica has a name; ckptstore replica add NAME URL")
         return
     screen.listing(
-        rows,
-        Column("NAME", lambda one: one.name, wrap=False),
-        Column("URL", lambda one: one.url),
-        Column("STORE", lambda one: one.store[:8], wrap=False),
-        Column("VERSIONS", lambda one: count_text(counts[one.store]), right=True),
-        Column("MISSING", lambda one: count_text(lacking[one.store]), right=True),
+        lags,
+        Column("NAME", lambda lag: lag.replica.name, wrap=False),
+        Column("URL", lambda lag: lag.replica.url),
+        Column("STORE", lambda lag: lag.replica.store[:8], wrap=False),
+        Column("VERSIONS", lambda lag: count_text(lag.versions_count), right=True),
+        Column("MISSING", lambda lag: count_text(lag.missing_count), right=True),
     )

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from ckptstore.cli.output import Screen
-from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import find_version, opened_to_write, vouching
+from ckptstore.cli.session import find_versions, opened, vouching
 from ckptstore.cli.store_options import DryRun, EngineOptions, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
 from ckptstore.maintenance.core.select_versions import select_versions
@@ -24,31 +22,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TravelOptions:
-    """Options of the transfer.
-
-    Parameters
-    ----------
-    no_check
-        Do not read copies back; the versions then do not count as replicated.
-    limit_rate
-        Limit of the transfer, in bytes per second for both directions together: 50MiB.
-    again
-        Also copy versions that the other store has deleted or reduced; versions named by a REF are
-        always copied.
-    """
-
-    no_check: bool = False
-    limit_rate: Annotated[str | None, typer.Option(metavar="SIZE")] = None
-    again: bool = False
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Return the bandwidth limit; 0 for none."""
-        return 0.0 if self.limit_rate is None else float(parse_bytes(self.limit_rate))
-
-
 def replicate(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
@@ -56,7 +29,9 @@ def replicate(
     run: Runs = None,
     keep: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None,
     dry_run: DryRun = False,
-    travel: _TravelOptions,
+    no_check: bool = False,
+    limit_rate: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
+    again: bool = False,
     engine: EngineOptions,
     target: TargetOptions,
     options: WriterOptions,
@@ -79,13 +54,25 @@ def replicate(
     keep
         Of the selected runs, only versions that these retention rules keep: 'tagged, best 2
         val_loss'. Repeatable.
+    no_check
+        Do not read copies back; the versions then do not count as replicated.
+    limit_rate
+        Limit of the transfer, in bytes per second for both directions together: 50MiB.
+    again
+        Also copy versions that the other store has deleted or reduced; versions named by a REF are
+        always copied.
+
+    Examples
+    --------
+    ckptstore replicate --to s3://archive/ckpts --run gpt
+    ckptstore replicate gpt@best:val_loss --to replica:cold
     """
     output = options.output("replicate")
-    rate = travel.bytes_per_s
+    rate = 0.0 if limit_rate is None else float(parse_bytes(limit_rate))
     # What is noted in the source is worth less than the copy: a source may be read-only.
     with ExitStack() as stack:
-        source = stack.enter_context(opened_to_write(options, writing=not dry_run))
-        named = [find_version(source, ref) for ref in refs or ()]
+        source = stack.enter_context(opened(options, writing=not dry_run))
+        named = find_versions(source, refs or ())
         # Runs and rules that name nothing are refused before a store is made for them.
         select_versions(source.repo, runs=run or (), rules=keep or None)
         stack.enter_context(vouching())
@@ -94,15 +81,15 @@ def replicate(
                 source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
             )
         )
-        with progress_bars(output) as progress:
+        with output.progress() as progress:
             report = source.replicate(
                 other,
                 [f"#{version.id}" for version in named] or None,
                 runs=run or None,
                 keep=keep or None,
-                check=not travel.no_check,
+                check=not no_check,
                 bytes_per_s=rate,
-                again=True if travel.again else None,
+                again=True if again else None,
                 dry_run=dry_run,
                 executor=engine.engine,
                 workers=engine.workers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -12,12 +12,18 @@ from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
-from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, counted, freed_later, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.store import Store
+
+_CLOCKS: Final = {
+    "storage": "ages are by the storage's clock",
+    "machine": "ages are by this machine's clock, since nothing may be written here; "
+    "--apply goes by the storage's",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +99,16 @@ def retain(
         Store the rules as the policy of RUN, or of the store.
     clear
         Remove the stored policy of RUN, or of the store.
+
+    Examples
+    --------
+    ckptstore retain gpt --full 'last 3' --weights 'best 5 val_loss'
+    ckptstore retain gpt --set --full 'last 3' --apply
     """
     output = options.output("retain")
     policy = rules.policy()
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
-    with opened_to_write(options, writing=apply or set_policy or clear) as opening:
+    with opened(options, writing=True) as opening:  # a preview reads the storage's clock
         if set_policy or clear:
             _store(opening, run, policy)
         if clear or (set_policy and not apply and not dry_run):
@@ -151,6 +162,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
         "commits": report.commits,
+        "clock": report.clock or None,
     }
 
 
@@ -187,7 +199,7 @@ def _draw(screen: Screen, report: RetainReport) -> None:
         Column("ID", lambda one: one.version.id[:8], wrap=False),
         Column("KEPT", _kept, wrap=False),
         Column("FREES", _frees, right=True, wrap=False),
-        *([Column("ERROR", error, wrap=False)] if roundings else []),
+        Column("ERROR", error, wrap=False, shown=bool(roundings)),
         Column("METRICS", _metrics, drop=1),
         Column("WHY", lambda one: "; ".join(one.reasons)),
     )
@@ -217,7 +229,11 @@ def _notes(output: Output, report: RetainReport) -> None:
     text += f"; {freed_later(report.reclaimable_bytes)}"
     if report.dry_run and report.changes:
         text += "; --apply does it"
+    elif gone:
+        text += "; until the first, ckptstore undelete restores them"
     output.note(text)
+    if report.clock:
+        output.note(_CLOCKS[report.clock])
     exact = sum(len(rounding.problems) for rounding in report.roundings.values())
     if exact:
         output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")

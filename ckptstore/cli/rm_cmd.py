@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 
 from ckptstore.catalog.levels import LowerLevel
-from ckptstore.cli.documents import name_document
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
-from ckptstore.cli.session import find_version, is_run_name, opened_to_write
+from ckptstore.cli.session import find_versions, is_run_name, opened
 from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, freed_later
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.maintenance.reports.documents import name_document
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
 from ckptstore.store import Store
-
-
-class Keep(StrEnum):
-    """Level to which ``rm --keep`` reduces a version."""
-
-    WEIGHTS = "weights"
-    WEIGHTS_BF16 = "weights-bf16"
-    WEIGHTS_INT8 = "weights-int8"
-    RECORD = "record"
-
 
 _FOR_GOOD: Final = "undelete does not bring it back"
 
@@ -37,7 +26,7 @@ def rm(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
     run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
-    keep: Keep | None = None,
+    keep: LowerLevel | None = None,
     lossy: Annotated[str | None, typer.Option(metavar="ENCODING")] = None,
     force: Annotated[bool, typer.Option("--force", "-f")] = False,
     dry_run: DryRun = False,
@@ -64,26 +53,30 @@ def rm(
         Print what would be deleted; change nothing.
     reason
         Reason, recorded in the log.
+
+    Examples
+    --------
+    ckptstore rm gpt@1000 gpt@1100
+    ckptstore rm --run lora --keep weights --dry-run
     """
     output = options.output("rm")
-    if lossy is not None and keep not in {Keep.WEIGHTS_BF16, Keep.WEIGHTS_INT8}:
+    if lossy is not None and keep not in {"weights-bf16", "weights-int8"}:
         msg = "--lossy says how far rounded weights may go, and none are kept"
         raise InvalidInputError(msg, hint="--keep weights-bf16, or --keep weights-int8")
-    with opened_to_write(options, writing=not dry_run) as opening:
+    with opened(options, writing=not dry_run) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
-        part: LowerLevel | None = keep.value if keep else None
         found = opening.remove(
-            named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
+            named, keep=keep, lossy=lossy, reason=reason, force=force, dry_run=dry_run
         )
         total = sum(removal.reclaimable_bytes for removal in found)
         document = {
             "dry_run": dry_run,
-            "keep": part,
+            "keep": keep,
             "versions": [_document(removal) for removal in found],
             "reclaimable_bytes": total,
         }
         output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
-        output.note(_summary(found, part, dry_run=dry_run))
+        output.note(_summary(found, keep, dry_run=dry_run))
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:
@@ -91,22 +84,16 @@ def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore rm RUN@STEP, or ckptstore rm --run RUN")
     if run is None:
-        return [_one(store, ref) for ref in refs]
+        found = find_versions(store, refs)
+        for ref in refs:
+            if is_run_name(store, ref):
+                hint = f"write {ref}@latest, or --run {ref} for all versions"
+                raise InvalidInputError(f"{ref!r} is a run, not a version", hint=hint)
+        return found
     versions = store.versions(run)
     if not versions:
-        msg = f"run {run!r} has no version"
-        raise VersionNotFoundError(msg)
+        raise VersionNotFoundError(f"run {run!r} has no version")
     return versions
-
-
-def _one(store: Store, ref: str) -> Version:
-    """Return the version of a REF; refuse a bare run name, which could mean all versions."""
-    version = find_version(store, ref)
-    if is_run_name(store, ref):
-        msg = f"{ref!r} is a run, not a version"
-        hint = f"write {ref}@latest, or --run {ref} for all versions"
-        raise InvalidInputError(msg, hint=hint)
-    return version
 
 
 def _document(removal: Removal) -> dict[str, Any]:
@@ -138,10 +125,6 @@ def _draw(screen: Screen, found: Sequence[Removal]) -> None:
         Column("STEP", lambda one: str(one.version.step), right=True, wrap=False),
         Column("ID", lambda one: one.version.id[:8], wrap=False),
         Column("FREES", lambda one: bytes_text(one.reclaimable_bytes), right=True, wrap=False),
-        *(
-            [Column("ERROR", lambda one: rounding_text(one.rounding), wrap=False)]
-            if rounded
-            else []
-        ),
+        Column("ERROR", lambda one: rounding_text(one.rounding), wrap=False, shown=rounded),
         Column("IN THE WAY", lambda one: one.obstacle or "-"),
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import listed, version_text
+from ckptstore.config import variable
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.retention.rollback import Rolled
@@ -33,11 +35,16 @@ def rollback(
         The version to move to, back or forward.
     reason
         Reason, recorded in the log.
+
+    Examples
+    --------
+    ckptstore rollback gpt@best:val_loss
+    ckptstore rollback gpt@~1 --reason 'loss spike'
     """
     from ckptstore.maintenance.retention.rollback import rollback as roll
 
     output = options.output("rollback")
-    with opened_to_write(options) as opening:
+    with opened(options, writing=True) as opening:
         found = find_version(opening, ref)
         done = roll(opening.repo, found.run, found.id, reason=reason)
     document = {
@@ -49,10 +56,13 @@ def rollback(
         "returned": [version.id for version in done.returned],
         "reason": reason,
     }
-    output.tell(document, *_lines(done))
+    undo = ["ckptstore", "rollback", done.head_before[:12]]
+    if options.store and options.store != variable("CKPTSTORE_URL"):
+        undo += ["--store", options.store]
+    output.tell(document, *_lines(done, shlex.join(undo)))
 
 
-def _lines(done: Rolled) -> list[str]:
+def _lines(done: Rolled, undo: str) -> list[str]:
     if done.head_before == done.target.id:
         return [f"{version_text(done.target)} is the head of its run already"]
     lines = [f"{done.target.run} continues {version_text(done.target)}"]
@@ -61,5 +71,5 @@ def _lines(done: Rolled) -> list[str]:
             named = listed([version_text(version) for version in versions], most=_NAMED)
             lines.append(f"{title}: {named}")
     if done.head_before:
-        lines.append(f"to undo: ckptstore rollback {done.head_before[:12]}")
+        lines.append(f"to undo: {undo}")
     return lines

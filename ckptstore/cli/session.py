@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from ckptstore.errors import InvalidInputError, NotFoundError, RunNotFoundError,
 from ckptstore.model import Version
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import Store, open_store
+from ckptstore.store.version_lookup import named_versions
 
 _BARE_ID = re.compile(r"[0-9a-fA-F]{4,32}\Z")
 
@@ -25,13 +26,12 @@ def location(url: str | None) -> str:
         None was given.
     """
     if not url:
-        msg = "no store is named"
-        raise InvalidInputError(msg, hint="give --store URL, or set CKPTSTORE_URL")
+        raise InvalidInputError("no store is named", hint="give --store URL, or set CKPTSTORE_URL")
     return url
 
 
-def opened(options: CommonOptions) -> AbstractContextManager[Store]:
-    """Open the store of a command for the length of a block, to read.
+def opened(options: CommonOptions, *, writing: bool = False) -> AbstractContextManager[Store]:
+    """Open the store of a command for the length of a block; read-only unless `writing`.
 
     Raises
     ------
@@ -40,25 +40,9 @@ def opened(options: CommonOptions) -> AbstractContextManager[Store]:
     CkptStoreError
         As :func:`ckptstore.store.open_store`.
     """
-    return opened_place(location(options.store), options.given())
-
-
-def opened_to_write(
-    options: WriterOptions, *, writing: bool = True
-) -> AbstractContextManager[Store]:
-    """Open the store of a command for the length of a block; read-only unless `writing`.
-
-    Raises
-    ------
-    CkptStoreError
-        As :func:`opened`.
-    """
-    return opened_place(
-        location(options.store),
-        options.given(),
-        writing=writing,
-        single_writer=options.single_writer,
-    )
+    url, given = location(options.store), options.given()
+    single = isinstance(options, WriterOptions) and options.single_writer
+    return opened_place(url, given, writing=writing, single_writer=single)
 
 
 @contextmanager
@@ -80,8 +64,7 @@ def opened_place(
         As :func:`opened`.
     """
     if own := sorted(given.keys() & {PLACE, "read_only", "single_writer"}):
-        msg = f"{own[0]!r} is not an option of the storage library"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{own[0]!r} is not an option of the storage library")
     with (
         vouching(),
         open_store(url, read_only=not writing, single_writer=single_writer, **given) as store,
@@ -90,8 +73,15 @@ def opened_place(
 
 
 @contextmanager
-def opened_for(store: Store, url: str, given: Mapping[str, Any]) -> Iterator[Store]:
-    """Open another store for the length of a block, to read: a place, or ``replica:NAME``.
+def opened_for(
+    store: Store,
+    url: str,
+    given: Mapping[str, Any],
+    *,
+    writing: bool = False,
+    single_writer: bool = False,
+) -> Iterator[Store]:
+    """Open another store for the length of a block: a place, or ``replica:NAME``.
 
     Raises
     ------
@@ -101,13 +91,16 @@ def opened_for(store: Store, url: str, given: Mapping[str, Any]) -> Iterator[Sto
         As :func:`opened`.
     """
     if not url.startswith(PREFIX):
-        with opened_place(url, given) as other:
+        with opened_place(url, given, writing=writing, single_writer=single_writer) as other:
             yield other
         return
     name = url.removeprefix(PREFIX)
+    if writing:
+        given = {**given, "read_only": False, "single_writer": single_writer}
     if given:
         store.give_options(name, given)
-    yield store.replica(name)
+    with vouching():
+        yield store.replica(name)
 
 
 @contextmanager
@@ -126,7 +119,7 @@ def full_ref(store: Store, text: str) -> str:
     A shell takes a word that begins with ``#`` for a comment, and tables show ids bare. Where a
     run has the same name, the run is meant.
     """
-    if _BARE_ID.match(text) and not store.repo.refresh().has_run(text):
+    if _BARE_ID.match(text) and not store.repo.catalog.has_run(text):
         return f"#{text}"
     return text
 
@@ -137,18 +130,32 @@ def is_run_name(store: Store, text: str) -> bool:
 
 
 def find_version(store: Store, text: str) -> Version:
-    """Return the version that a command's REF names.
+    """Return the version that a command's REF names; as :func:`find_versions`."""
+    return find_versions(store, [text])[0]
+
+
+def versions_named(store: Store, text: str) -> list[Version]:
+    """Return the version of a REF, or all versions of a bare run name; as :func:`find_versions`."""
+    one = find_version(store, text)
+    return store.versions(text) if is_run_name(store, text) else [one]
+
+
+def find_versions(store: Store, texts: Sequence[str]) -> list[Version]:
+    """Return the versions that a command's REFs name, in their order; the log is read once.
 
     Raises
     ------
     InvalidRefError, RunNotFoundError, VersionNotFoundError
-        It names none; the hint names what there is.
+        One names none; the hint names what there is.
     """
-    ref = full_ref(store, text)
+    refs = [full_ref(store, text) for text in texts]
     try:
-        return store.resolve(ref)
+        return named_versions(store.repo, refs)
     except NotFoundError:
-        if ref == text:
+        if len(refs) > 1:
+            return [find_version(store, text) for text in texts]  # the error is of one of them
+        if refs == texts:
             raise
+        (text,) = texts
         msg = f"{text!r} is neither a run nor the beginning of a version's id"
         raise RunNotFoundError(msg, hint="ckptstore ls --limit 0 shows both") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,24 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ckptstore.catalog.best_marks import best_marks
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import name_document, replica_names, state_marks, version_document
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, Utc
 from ckptstore.cli.text import (
-    age_text,
     bytes_text,
     count_text,
     metric_text,
-    seconds_text,
+    receipt_text,
     time_text,
+    version_age,
     version_text,
 )
-from ckptstore.config import SYSTEM
 from ckptstore.encodings.encoding import LOSSLESS
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports import documents
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import Version, auto_choice
 from ckptstore.store import Store
@@ -47,10 +45,11 @@ def show(
     ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
     tensors: Annotated[str | None, typer.Option(metavar="N|all")] = None,
+    receipt: bool = False,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt.
+    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors.
 
     Parameters
     ----------
@@ -58,6 +57,13 @@ def show(
         RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...
     tensors
         Number of tensors to list; 0 skips reading the manifest. Default: 10; all with --json.
+    receipt
+        Also show what the save cost, and where the version lies: digest, commit, manifest.
+
+    Examples
+    --------
+    ckptstore show gpt@best:val_loss
+    ckptstore show gpt@1200 --tensors all --receipt
     """
     output = options.output("show")
     most = _most(tensors, default=None if options.json else _TENSORS)
@@ -73,6 +79,7 @@ def show(
             line=list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1)),
             tensors=None if listed is None else listed[:most],
             tensors_count=len(listed or ()),
+            receipt=receipt,
             utc=utc,
         )
         output.show(view.document(opening.url) if options.json else {}, view.draw)
@@ -85,8 +92,7 @@ def _most(text: str | None, *, default: int | None) -> int | None:
     if text == "all":
         return None
     if not text.isdecimal():
-        msg = f"--tensors wants a number or 'all', not {text!r}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"--tensors wants a number or 'all', not {text!r}")
     return int(text)
 
 
@@ -97,19 +103,6 @@ def _why(receipt: Mapping[str, float]) -> str:
     how = "both measured" if receipt["auto_measured"] else "not both measured"
     kept = ", kept: the other is not better by enough, or for long" if receipt["auto_kept"] else ""
     return f" ({how}{kept})"
-
-
-def _receipt_text(name: str, value: float) -> str:
-    """Return an entry of a receipt in the unit given by the end of its name."""
-    if not math.isfinite(value):
-        return str(value)
-    if name.endswith("_bytes_per_s"):
-        return f"{bytes_text(value)}/s"
-    if name.endswith("_s"):
-        return seconds_text(value)
-    if name.endswith("_bytes"):
-        return bytes_text(value)
-    return count_text(int(value)) if name.endswith("_count") else f"{value:,.6g}"
 
 
 def _tensors(store: Store, version: Version) -> list[TensorInfo]:
@@ -130,6 +123,7 @@ class _View:
     """Its ancestors, nearest first."""
     tensors: Sequence[TensorInfo] | None
     tensors_count: int
+    receipt: bool
     utc: bool
 
     def document(self, url: str) -> dict[str, Any]:
@@ -138,8 +132,8 @@ class _View:
         head = self.catalog.head_id(version.run) == version.id
         return {
             "store": url,
-            "version": version_document(version, head=head, best=self.best),
-            "ancestors": [name_document(v) for v in self.line],
+            "version": documents.version_document(version, head=head, best=self.best),
+            "ancestors": [documents.name_document(v) for v in self.line],
             "tensors_count": None if self.tensors is None else self.tensors_count,
             "tensors": self.tensors,
         }
@@ -152,52 +146,55 @@ class _View:
         if version.metrics:
             screen.line()
             self._draw_metrics(screen)
-        if version.metadata:
+        shown = {key: one for key, one in version.metadata.items() if key != "witness"}
+        if shown:
             screen.line()
             screen.heading("METADATA")
-            for line in jsonlib.dumps(version.metadata, indent=2, ensure_ascii=False).split("\n"):
-                screen.line(line)
+            screen.lines(jsonlib.dumps(shown, indent=2, ensure_ascii=False).split("\n"))
         screen.line()
         self._draw_roles(screen)
         if self.tensors is not None:
             screen.line()
             self._draw_tensors(screen)
             self._draw_forms(screen)
+        if self.receipt:
+            self._draw_receipt(screen)
+
+    def _draw_receipt(self, screen: Screen) -> None:
+        version = self.version
         screen.line()
         screen.heading("RECEIPT")
         auto = auto_choice(version.receipt)
-        entries = {name: _receipt_text(name, x) for name, x in version.receipt.items()}
+        entries = {name: receipt_text(name, x) for name, x in version.receipt.items()}
         if auto:
             entries = {"auto": auto + _why(version.receipt), **entries}
             for name in ("auto_planes", "auto_measured", "auto_kept"):
                 entries.pop(name, None)
-        screen.fields({"state": version.state, **entries})
+        manifest = f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})"
+        if version.level == "record":
+            manifest = "none: only the record is kept"
+        kept = {"content": version.content, "commit": str(version.commit), "manifest": manifest}
+        screen.fields({"state": version.state, **kept, **entries})
 
     def _fields(self) -> dict[str, str]:
         version = self.version
-        age = age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())
         head = self.catalog.head_id(version.run) == version.id
         tags = [*(["latest"] if head else []), *version.tags]
-        marks = state_marks(version, self.catalog.replicas)
+        marks = documents.state_marks(version, self.catalog.replicas)
         held = [
             f"{name} at {named.url}" if (named := self.catalog.replicas.get(name)) else name
-            for name in replica_names(version, self.catalog.replicas)
+            for name in documents.replica_names(version, self.catalog.replicas)
         ]
         shown = [version_text(one) for one in self.line[:_ANCESTORS_SHOWN]]
         if len(self.line) > _ANCESTORS_SHOWN:
             shown.append("...")
         return {
             "id": version.id,
-            "saved": f"{time_text(version.created_at, utc=self.utc)} ({age} ago)",
+            "saved": f"{time_text(version.created_at, utc=self.utc)} ({version_age(version)} ago)",
             "tags": " ".join(tags) or "-",
             **({"state": ", ".join(marks)} if marks else {}),
             **({"replicas": ", ".join(held)} if held else {}),
             "continues": " <- ".join(shown) or "nothing: the first of its line",
-            "content": version.content,
-            "commit": str(version.commit),
-            "manifest": "none: only the record is kept"
-            if version.level == "record"
-            else f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})",
         }
 
     def _draw_metrics(self, screen: Screen) -> None:

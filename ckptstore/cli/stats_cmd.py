@@ -2,63 +2,65 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.documents import objects_document, role_document
+from ckptstore.backends.transfers import Transfers
 from ckptstore.cli.du_shared import draw_shares, shares_document
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions
-from ckptstore.cli.text import bytes_text, count_text, counted
+from ckptstore.cli.text import bytes_text, count_text, counted, receipt_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.documents import name_document, objects_document, role_document
+from ckptstore.maintenance.reports.usage import StoreStats
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.reports.sharing import SharedUsage
-    from ckptstore.maintenance.reports.usage import StoreStats
 
 
 def stats(
     *,
     prometheus: bool = False,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
+    transfers: bool = False,
     run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
     options: CommonOptions,
 ) -> None:
     """Show key figures of a store: versions, distinct chunks, sharing, objects and space.
 
-    Reads the manifest of every version and lists every object; with --prometheus or --plot it reads
-    only the catalog.
+    Reads the manifest of every version and lists every object; with --prometheus or --transfers it
+    reads only the catalog.
 
     Parameters
     ----------
     prometheus
         Print metrics of runs and their last saves for Prometheus.
-    plot
-        Plot times and sizes of the last saves to a .svg, .png or .pdf file.
+    transfers
+        Show what the last saves wrote: bytes, throughput, requests at once and retries.
     run
-        With --plot: only this run.
+        With --transfers: only this run.
+
+    Examples
+    --------
+    ckptstore stats
+    ckptstore stats --transfers --run gpt
     """
     output = options.output("stats")
-    if (prometheus and plot is not None) or (run is not None and plot is None):
-        msg = "--prometheus and --plot are two views, and --run wants --plot"
-        raise InvalidInputError(msg, hint="ckptstore stats --plot saves.svg --run gpt")
+    if (prometheus and transfers) or (run is not None and not transfers):
+        msg = "only one of --prometheus and --transfers; --run needs --transfers"
+        raise InvalidInputError(msg, hint="ckptstore stats --transfers --run gpt")
     with opened(options) as opening:
         if prometheus:
             _show_exposition(opening, output)
             return
-        if plot is not None:
-            from ckptstore.integrations.receipt_plots import plot_receipts
-
-            plot_receipts(opening, plot, run=run)
-            document = {"store": opening.url, "plot": str(plot)}
-            output.show(document, lambda screen: screen.line(f"drawn to {plot}"))
+        if transfers:
+            _show_transfers(opening, output, run)
             return
-        with progress_bars(output) as progress:
+        with output.progress() as progress:
             shared = opening.sharing(progress=progress)
         totals = opening.stats()
         url = opening.url
@@ -79,10 +81,40 @@ def _show_exposition(store: Store, output: Output) -> None:
     output.show(document, lambda screen: screen.lines(text.splitlines()))
 
 
+def _show_transfers(store: Store, output: Output, run: str | None) -> None:
+    """Print what the last saves wrote, as their receipts say."""
+    saves = store.versions(run)[-_SAVES_MAX:]
+    rows = [{**name_document(save), **Transfers.of(save.receipt).document()} for save in saves]
+    version = Column("VERSION", lambda row: f"{row['run']}@{row['step']}")
+    columns = [Column(title, partial(_cell, name), right=True) for title, name in _COLUMNS.items()]
+    document = {"store": store.url, "saves": rows}
+    output.show(document, lambda screen: screen.listing(rows, version, *columns))
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    """Return a figure in the unit of its name; a dash for saves whose receipt has none."""
+    return receipt_text(name, row[name]) if row["requests_count"] else "-"
+
+
+_SAVES_MAX: Final = 20
+"""Saves that --transfers shows."""
+_COLUMNS: Final = {
+    "WROTE": "requests_bytes",
+    "TIME": "requests_s",
+    "SPEED": "bytes_per_s",
+    "REQUESTS": "requests_count",
+    "AT ONCE": "at_once_count",
+    "LIMIT": "limit_count",
+    "RETRIES": "retries_count",
+    "REFUSED": "refused_count",
+}
+"""Columns of --transfers."""
+
+
 def _document(
     totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
 ) -> dict[str, Any]:
-    packs = totals.objects["packs"].size_bytes
+    packs = totals.objects.get("packs")
     return {
         "runs_count": totals.runs_count,
         "versions_count": totals.versions_count,
@@ -92,9 +124,9 @@ def _document(
         "chunks_count": shared.chunks_count,
         "live_bytes": shared.stored_bytes,
         "live_raw_bytes": shared.raw_bytes,
-        "dead_bytes": max(0, packs - shared.stored_bytes),
+        "dead_bytes": None if packs is None else max(0, packs.size_bytes - shared.stored_bytes),
         "condemned_count": condemned,
-        "size_bytes": totals.size_bytes,
+        "size_bytes": totals.size_bytes if totals.objects else None,
         "roles": {
             role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
@@ -108,9 +140,8 @@ def _document(
 def _draw(
     screen: Screen, totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
 ) -> None:
-    packs = totals.objects["packs"].size_bytes
-    dead = max(0, packs - shared.stored_bytes)
-    live = shared.stored_bytes
+    live, packs, size = shared.stored_bytes, totals.objects.get("packs"), "not listed here"
+    dead = size if packs is None else f"{bytes_text(max(0, packs.size_bytes - live))} in packs"
     ratio = f"{totals.total.logical / live:.2f} bytes of state for each byte" if live else "-"
     versions = count_text(totals.versions_count)
     chunks = counted(shared.chunks_count, "chunk")
@@ -122,8 +153,8 @@ def _draw(
             "state": f"{bytes_text(totals.total.logical)} if every version were loaded",
             "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks}",
             "live": f"{bytes_text(live)} stored: {ratio}",
-            "dead": f"{bytes_text(dead)} in packs, {counted(condemned, 'object')} condemned",
-            "objects": bytes_text(totals.size_bytes),
+            "dead": f"{dead}, {counted(condemned, 'object')} condemned",
+            "objects": bytes_text(totals.size_bytes) if totals.objects else size,
         }
     )
     screen.line()

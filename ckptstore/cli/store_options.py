@@ -25,6 +25,7 @@ _OWN: Final = {
     "single_writer": "--single-writer is an option of the commands that write",
     "chunk_bytes": "ckptstore init --chunk-size SIZE sets it",
     "create": "ckptstore init makes a store",
+    "cache_folder": "--cache FOLDER names the cache",
     "dry_run": "--dry-run is an option of the commands that change something",
     "read_only": "commands that only read open a store so",
     "keep_old": "--keep-old is an option of ckptstore key rotate",
@@ -43,7 +44,8 @@ StoreUrl = Annotated[
         metavar="URL",
         envvar="CKPTSTORE_URL",
         show_envvar=True,
-        help="The store: a path, s3://bucket/prefix, gs://bucket/prefix or any fsspec URL.",
+        help="The store: a path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
+        "https://host/path (read-only) or any fsspec URL.",
     ),
 ]
 StorageOptions = Annotated[
@@ -78,12 +80,18 @@ class CommonOptions:
     ----------
     key
         The key of an encrypted store: file:PATH, env:NAME or command:CMD.
+    cache
+        A folder such as /dev/shm/ckptstore, through which the processes of this host share what
+        they fetch from a remote store.
     """
 
     store: StoreUrl = None
     option: StorageOptions = None
     key: Annotated[
         str | None, _common(metavar="SPEC", envvar="CKPTSTORE_KEY", show_envvar=True)
+    ] = None
+    cache: Annotated[
+        str | None, _common(metavar="FOLDER", envvar="CKPTSTORE_CACHE", show_envvar=True)
     ] = None
     json: AsJson = False
     quiet: Quiet = False
@@ -110,7 +118,8 @@ class CommonOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return open_options(self.option, self.key, placed=False)
+        given = open_options(self.option, self.key, placed=False)
+        return given if self.cache is None else {**given, "cache_folder": self.cache}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +219,8 @@ class EngineOptions:
     Parameters
     ----------
     engine
-        Where tasks run: threads of this process (the default), processes, dask:local, or the
-        workers of a Dask scheduler, dask://HOST:PORT.
+        Where tasks run: threads of this process (the default), or the workers of a Dask scheduler,
+        dask://HOST:PORT.
     workers
         Number of tasks at once; the default depends on --engine.
     """
@@ -312,10 +321,8 @@ def parse_metrics(texts: Sequence[str]) -> dict[str, float]:
             number = math.nan
             equals = ""
         if not equals or not name:
-            msg = f"{text!r} is not NAME=NUMBER"
-            raise InvalidInputError(msg, hint="such as val_loss=2.31")
+            raise InvalidInputError(f"{text!r} is not NAME=NUMBER", hint="such as val_loss=2.31")
         if name in metrics:
-            msg = f"the metric {name!r} is given twice"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"the metric {name!r} is given twice")
         metrics[name] = number
     return metrics

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import WriterOptions
 from ckptstore.errors import InvalidInputError
 
@@ -28,9 +28,14 @@ def tag(
         The tag; it moves if it exists.
     delete
         Remove the tag from the run.
+
+    Examples
+    --------
+    ckptstore tag gpt@1200 release
+    ckptstore tag gpt release --delete
     """
     output = options.output("tag")
-    with opened_to_write(options) as opening:
+    with opened(options, writing=True) as opening:
         if delete:
             if "@" in ref or ref.startswith("#"):
                 msg = f"--delete wants the name of a run, not {ref!r}"

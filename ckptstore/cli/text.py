@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptstore import limits
-from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
+from ckptstore.catalog.commits import Commit
+from ckptstore.catalog.retention_rules import parse_bytes as parse_bytes
+from ckptstore.catalog.retention_rules import parse_duration
+from ckptstore.config import SYSTEM
 from ckptstore.maintenance.reports.usage import sum_roles
+from ckptstore.model import Version
+from ckptstore.shown import bytes_text as bytes_text
+from ckptstore.shown import count_text as count_text
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.core.live_set import Tally
-    from ckptstore.model import Version
 
-__all__ = [
-    "age_text",
-    "bytes_text",
-    "count_text",
-    "counted",
-    "freed_later",
-    "metric_text",
-    "parse_bytes",
-    "parse_wait",
-    "printable",
-    "saved_text",
-    "seconds_text",
-    "time_text",
-    "version_is",
-    "version_text",
-]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 # Steps of an age: unit, its seconds, and up to how many of them it is used.
 _AGES = (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48), ("d", 86_400, 730), ("y", 31_557_600, 0))
 
@@ -70,28 +58,15 @@ def version_is(version: Version) -> str:
     return f"{version.run}@{version.step} is {version.id[:8]}"
 
 
+def version_age(version: Version) -> str:
+    """Return the time since a version was saved."""
+    return age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())
+
+
 def saved_text(version: Version, how: str) -> str:
     """Return how large a version is, and how much of it was stored or copied."""
     total = sum_roles(version.roles.values())
     return f"{bytes_text(total.logical)}, {bytes_text(total.stored)} {how}"
-
-
-def bytes_text(size: float) -> str:
-    """Return a number of bytes in binary units and three digits: ``1.50 GiB``, ``512 B``."""
-    value = float(size)
-    for unit in _UNITS:
-        if abs(value) < 999.5 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    if unit == "B":
-        return f"{value:.0f} B"
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
-
-
-def count_text(count: int) -> str:
-    """Return a count with commas: ``12,345``."""
-    return f"{count:,}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -131,9 +106,24 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if abs(seconds) < 7170 else f"{seconds / 3600:,.4g} h"
 
 
+def receipt_text(name: str, value: float) -> str:
+    """Return an entry of a receipt in the unit given by the end of its name."""
+    if not math.isfinite(value):
+        return str(value)
+    if name.endswith("bytes_per_s"):
+        return f"{bytes_text(value)}/s"
+    if name.endswith("_s"):
+        return seconds_text(value)
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    return count_text(int(value)) if name.endswith("_count") else f"{value:,.6g}"
+
+
 def freed_later(size_bytes: int) -> str:
     """Return how what was deleted is freed: a collection condemns it, and a second deletes it."""
     wait = seconds_text(limits.GC_GRACE_S)
+    if not size_bytes:
+        return "nothing for ckptstore gc to free"
     return (
         f"at most {bytes_text(size_bytes)} for ckptstore gc to free: one run condemns, "
         f"one {wait} later (--grace) deletes"
@@ -156,3 +146,8 @@ def time_text(moment: datetime, *, utc: bool) -> str:
     if utc:
         return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def committed_at(commit: Commit) -> datetime:
+    """Return when a commit was made, by the clock of its writer."""
+    return datetime.fromtimestamp(commit.body.at_ms / 1000, UTC)

@@ -10,14 +10,13 @@ import typer
 
 from ckptstore import limits
 from ckptstore.cli.output import Screen
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.text import packs_text, seconds_text, time_text, version_text
+from ckptstore.model import Version
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.thaw import ThawReport
-    from ckptstore.model import Version
 
 
 def thaw(
@@ -47,42 +46,48 @@ def thaw(
     wait
         Wait until everything can be read: minutes to days.
     days
-        How long the version stays readable.
+        How long the version stays readable. Azure moves it back for good.
     tier
-        Speed and price of the restore: Expedited, Standard or Bulk, if the storage class offers it.
+        Speed and price of the restore: Expedited, Standard or Bulk, if the storage class offers it;
+        Standard or High on Azure.
     poll
         With --wait: time between checks. Default: chosen by the expected duration.
     dry_run
         Print what is cold; request nothing.
+
+    Examples
+    --------
+    ckptstore thaw gpt@1200 --role weights
+    ckptstore thaw gpt@1200 --wait --tier Bulk
     """
     from ckptstore.catalog.retention_rules import parse_duration
 
     output = options.output("thaw")
     poll_s = None if poll is None else float(parse_duration(poll))
-    with opened(options) as opening:
+    with opened(options) as opening, output.progress() as progress:
         version = find_version(opening, ref)
-        with progress_bars(output) as progress:
-            report = opening.thaw(
-                f"#{version.id}",
-                roles=role or None,
-                include=paths.include or None,
-                exclude=paths.exclude or None,
-                wait=wait,
-                days=days,
-                tier=tier,
-                poll_s=poll_s,
-                dry_run=dry_run,
-                progress=progress,
-            )
-        document = {"store": opening.url, "ready": report.ready, **msgspec.to_builtins(report)}
-        output.show(document, lambda screen: _draw(screen, version, report))
+        report = opening.thaw(
+            f"#{version.id}",
+            roles=role or None,
+            include=paths.include or None,
+            exclude=paths.exclude or None,
+            wait=wait,
+            days=days,
+            tier=tier,
+            poll_s=poll_s,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    document = {"store": opening.url, "ready": report.ready, **msgspec.to_builtins(report)}
+    output.show(document, lambda screen: _draw(screen, version, report))
 
 
 def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
     name = version_text(version)
     if report.requested.count:
         asked = "would ask" if report.dry_run else "asked"
-        screen.line(f"{asked} for {packs_text(report.requested)}, readable for {report.days} days")
+        readable = "good" if report.for_good else f"{report.days} days"
+        screen.line(f"{asked} for {packs_text(report.requested)}, readable for {readable}")
     if report.ready:
         until = ""
         if report.restored_until is not None:

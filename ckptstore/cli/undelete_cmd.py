@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.documents import name_document
-from ckptstore.cli.session import full_ref, opened_to_write
+from ckptstore.cli.session import full_ref, opened
 from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.maintenance.reports.documents import name_document
 from ckptstore.model import Version
 
 
@@ -28,18 +28,22 @@ def undelete(
         #ID, a bare id, or RUN@STEP.
     run
         All deleted versions of this run.
+
+    Examples
+    --------
+    ckptstore undelete gpt@1000
+    ckptstore undelete --run gpt
     """
     output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore log shows what was deleted")
-    with opened_to_write(options) as opening:
+    with opened(options, writing=True) as opening:
         if run is not None:
             deleted = opening.repo.refresh().versions(run, deleted=True)
             named = [f"#{version.id}" for version in deleted]
             if not named:
-                msg = f"no version of run {run!r} was deleted"
-                raise VersionNotFoundError(msg)
+                raise VersionNotFoundError(f"no version of run {run!r} was deleted")
         else:
             named = [full_ref(opening, ref) for ref in refs or ()]
         found = opening.undelete(named)

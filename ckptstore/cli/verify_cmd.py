@@ -2,94 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import msgspec
 import typer
 
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
-from ckptstore.cli.session import find_version, is_run_name, opened_for, opened_to_write
+from ckptstore.cli.session import opened, opened_for, versions_named
 from ckptstore.cli.store_options import EngineOptions, WriterOptions, open_options
 from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
-from ckptstore.model import Version
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ckptstore.maintenance.check.verify import Problem, VerifyReport
+    from ckptstore.maintenance.check.verify import VerifyReport
     from ckptstore.maintenance.repair.repair_report import RepairReport
 
 
-class VerifyLevel(StrEnum):
-    """Depth of a check."""
-
-    FULL = "full"
-    RECORDS = "records"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckOptions:
-    """Options that select the data and the depth of the check.
-
-    Parameters
-    ----------
-    level
-        full reads every byte; records reads only records and sizes of packs.
-    sample
-        Read only this share of the chunks, for example 5%: a different part each day, all in turn.
-    part
-        Part of the sample to read. Default: the part of the day.
-    record
-        Record intact versions in the log.
-    unverified
-        Only versions that are not recorded as intact.
-    resume
-        Keep the progress in FILE, and continue from there.
-    """
-
-    level: VerifyLevel = VerifyLevel.FULL
-    sample: Annotated[str, typer.Option(metavar="SHARE")] = "100%"
-    part: Annotated[int | None, typer.Option(min=0, metavar="N")] = None
-    record: bool = False
-    unverified: bool = False
-    resume: Annotated[Path | None, typer.Option(metavar="FILE")] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HealOptions:
-    """Options of the stores that damage is recovered from.
-
-    Parameters
-    ----------
-    heal_from
-        Recover damaged data from this store: replica:NAME, a copy, or any store with the same
-        tensors. Repeatable: later stores are asked for data that stays lost.
-    heal_option
-        Like --option, for the stores of --heal-from. Repeatable.
-    heal_key
-        Like --key, for the stores of --heal-from.
-    """
-
-    heal_from: Annotated[list[str] | None, typer.Option(metavar="URL")] = None
-    heal_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
-    heal_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the options of :func:`ckptstore.open` for these stores."""
-        return open_options(self.heal_option, self.heal_key)
+VerifyLevel = Literal["full", "records"]
+"""Depth of a check."""
 
 
 def verify(
     refs: Annotated[list[str] | None, typer.Argument(metavar="REF")] = None,
     *,
-    check: _CheckOptions,
-    heal: _HealOptions,
+    level: VerifyLevel = "full",
+    sample: Annotated[str, typer.Option(metavar="SHARE")] = "100%",
+    part: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
+    record: bool = False,
+    unverified: bool = False,
+    resume: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    heal_from: Annotated[list[str] | None, typer.Option(metavar="URL")] = None,
+    heal_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+    heal_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None,
     engine: EngineOptions,
     options: WriterOptions,
 ) -> None:
@@ -102,33 +50,58 @@ def verify(
     ----------
     refs
         Versions or runs. Default: the whole store with its log.
+    level
+        full reads every byte; records reads only records and sizes of packs.
+    sample
+        Read only this share of the chunks, for example 5%: a different part each day, all in turn.
+    part
+        Part of the sample to read. Default: the part of the day.
+    record
+        Record intact versions in the log.
+    unverified
+        Only versions that are not recorded as intact.
+    resume
+        Keep the progress in FILE, and continue from there.
+    heal_from
+        Recover damaged data from this store: replica:NAME, a copy, or any store with the same
+        tensors. Repeatable: later stores are asked for data that stays lost.
+    heal_option
+        Like --option, for the stores of --heal-from. Repeatable.
+    heal_key
+        Like --key, for the stores of --heal-from.
+
+    Examples
+    --------
+    ckptstore verify gpt
+    ckptstore verify --sample 5% --record --resume verify.state
     """
     output = options.output("verify")
-    share = _share(check.sample)
-    if check.part is not None and share == 1:
+    share = _share(sample)
+    if part is not None and share == 1:
         msg = "--part says which part of a sample"
-        raise InvalidInputError(msg, hint=f"--sample 5% --part {check.part}")
-    urls = heal.heal_from or ()
-    if not urls and (heal.heal_option or heal.heal_key):
+        raise InvalidInputError(msg, hint=f"--sample 5% --part {part}")
+    urls = heal_from or ()
+    given = open_options(heal_option, heal_key)
+    if given and not urls:
         msg = "--heal-option and --heal-key are for the stores of --heal-from, and none is named"
         raise InvalidInputError(msg, hint="--heal-from URL")
-    with opened_to_write(options, writing=check.record or bool(urls)) as opening:
-        ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
-        with progress_bars(output) as progress:
+    with opened(options, writing=record or bool(urls)) as opening:
+        ids = [f"#{version.id}" for ref in refs or () for version in versions_named(opening, ref)]
+        with output.progress() as progress:
             report = opening.verify(
                 ids or None,
-                level=check.level.value,
+                level=level,
                 sample=share,
-                part=check.part,
-                record=check.record,
-                resume=check.resume,
-                unverified=check.unverified,
+                part=part,
+                record=record,
+                resume=resume,
+                unverified=unverified,
                 executor=engine.engine,
                 workers=engine.workers,
                 progress=progress,
             )
         document = _document(report, opening.url)
-        healed = [] if report.ok else _heal(opening, urls, heal.given(), output)
+        healed = [] if report.ok else _heal(opening, urls, given, output)
         if urls:
             document["healed"] = [
                 {"from": url, **repair_document(found, opening.url, None)} for url, found in healed
@@ -139,23 +112,13 @@ def verify(
 
 
 def _document(report: VerifyReport, url: str) -> dict[str, Any]:
-    return {
-        "store": url,
-        "ok": report.ok,
-        "level": report.level,
-        "versions_count": report.versions_count,
-        "packs_count": report.packs_count,
-        "chunks_count": report.chunks_count,
-        "read_bytes": report.read_bytes,
-        "seconds": report.seconds,
-        "sample": report.sample,
-        "recorded": report.recorded,
-        "cold_packs_count": report.cold_packs_count,
-        "cold_versions": report.cold_versions,
-        "damaged_versions": report.damaged_versions,
-        "problems": [_problem_document(problem) for problem in report.problems],
-        "notices": report.notices,
-    }
+    document = msgspec.to_builtins(report)
+    for problem in document["problems"]:
+        problem["tensor"] = problem["tensor"] or None
+        if not problem["version"]:
+            problem.update(version=None, run=None, step=None)
+    damaged = report.damaged_versions
+    return {"store": url, "ok": report.ok, **document, "damaged_versions": damaged}
 
 
 def _heal(
@@ -164,17 +127,11 @@ def _heal(
     """Recover damaged data from one store after another, until nothing is lost."""
     done: list[tuple[str, RepairReport]] = []
     for url in urls:
-        with opened_for(store, url, given) as other, progress_bars(output) as progress:
+        with opened_for(store, url, given) as other, output.progress() as progress:
             done.append((url, store.repair(other, progress=progress)))
         if done[-1][1].ok:
             break
     return done
-
-
-def _named(store: Store, ref: str) -> list[Version]:
-    """Return the version of a REF, or all versions of a bare run name."""
-    one = find_version(store, ref)
-    return store.versions(ref) if is_run_name(store, ref) else [one]
 
 
 def _share(text: str) -> float:
@@ -185,13 +142,6 @@ def _share(text: str) -> float:
     except ValueError:
         msg = f"--sample wants a share such as 5% or 0.05, not {text!r}"
         raise InvalidInputError(msg) from None
-
-
-def _problem_document(problem: Problem) -> dict[str, object]:
-    document = asdict(problem)
-    if not problem.version:
-        document.update(version=None, run=None, step=None)
-    return {**document, "tensor": problem.tensor or None}
 
 
 def _draw(

@@ -30,8 +30,7 @@ class Raw:
         """Copy; see :class:`ckptstore.codecs.codec.Codec`."""
         del layout
         if len(stored) != len(out):
-            msg = f"raw chunk of {len(stored)} bytes where {len(out)} are due"
-            raise CodecError(msg)
+            raise CodecError(f"raw chunk of {len(stored)} bytes where {len(out)} are due")
         out[:] = stored
 
 
@@ -106,11 +105,7 @@ def is_known(codec: int, layout: int) -> bool:
 
 
 def decoded(
-    codec: int,
-    layout: int,
-    stored: memoryview,
-    raw_bytes: int,
-    room: Callable[[int], memoryview],
+    codec: int, layout: int, stored: memoryview, raw_bytes: int, room: Callable[[int], memoryview]
 ) -> memoryview:
     """Return what a stored chunk that is no delta decodes to: in `stored` itself if that is raw.
 
@@ -148,8 +143,7 @@ def decode(
         a delta and no base.
     """
     if not is_known(codec, layout):
-        msg = f"unknown codec {codec} or layout {layout}"
-        raise CodecError(msg)
+        raise CodecError(f"unknown codec {codec} or layout {layout}")
     if (codec in DELTAS) != (base is not None):
         msg = "a delta without a base" if base is None else "a base, and a chunk that is no delta"
         raise CodecError(msg)

@@ -90,7 +90,7 @@ class Delta:
 
     def decode(
         self,
-        stored: memoryview,
+        chunk: memoryview,
         layout: Layout,
         out: memoryview,
         *,
@@ -101,7 +101,7 @@ class Delta:
 
         Parameters
         ----------
-        stored
+        chunk
             Untrusted.
         base_id
             The id that the manifest says the piece refers to.
@@ -111,15 +111,13 @@ class Delta:
         Raises
         ------
         CodecError
-            If `stored` refers to another piece, or is not what ``encode`` returns.
+            If `chunk` refers to another piece, or is not what ``encode`` returns.
         """
         if len(base) != len(out):
-            msg = f"a base of {len(base)} bytes for a delta of {len(out)}"
-            raise CodecError(msg)
-        if bytes(stored[:BASE_ID_BYTES]) != base_id:
-            msg = "a delta that refers to another base"
-            raise CodecError(msg)
-        body, form = stored[BASE_ID_BYTES:], PLAIN
+            raise CodecError(f"a base of {len(base)} bytes for a delta of {len(out)}")
+        if bytes(chunk[:BASE_ID_BYTES]) != base_id:
+            raise CodecError("a delta that refers to another base")
+        body, form = chunk[BASE_ID_BYTES:], PLAIN
         if self.arranged:
             form = _read_form(bytes(body[:_FORM_BYTES]), layout)
             body = body[_FORM_BYTES:]
@@ -134,13 +132,11 @@ class Delta:
 def _read_form(described: bytes, layout: Layout) -> DeltaForm:
     known = _GROUPED | _HALVES
     if len(described) < _FORM_BYTES or described[0] > known or described[1] > TURN_MAX:
-        msg = f"an unknown form of a delta: {described.hex() or 'none'}"
-        raise CodecError(msg)
+        raise CodecError(f"an unknown form of a delta: {described.hex() or 'none'}")
     flags, turn = described
     form = DeltaForm(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
     if form.grouped and layout not in FLOATS:
-        msg = f"elements of layout {layout.name} have no exponents"
-        raise CodecError(msg)
+        raise CodecError(f"elements of layout {layout.name} have no exponents")
     return form
 
 

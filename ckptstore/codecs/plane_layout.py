@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +86,7 @@ def plane_bytes(layout: Layout, raw_bytes: int) -> tuple[int, ...]:
     item = ITEM_BYTES[layout]
     count, rest = divmod(raw_bytes, item)
     if rest:
-        msg = f"{raw_bytes} bytes are not a whole number of {item}-byte elements"
-        raise ValueError(msg)
+        raise ValueError(f"{raw_bytes} bytes are not a whole number of {item}-byte elements")
     if layout is Layout.FLOAT32:
         return (count, count, 2 * count)
     return (count,) * item
@@ -143,10 +142,13 @@ def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
 
 
 # The float paths are shifts and casts, which NumPy runs with vector instructions: 1.0 ms to split
-# or join 4 MiB of float32, against 1.5 ms in steps over the whole chunk, and 1.1 ms for a
-# transposed byte copy. Blocks of this many elements stay in a processor's cache from step to step;
-# smaller ones pay for the calls. Source: measured, docs/design/0015-pipeline.md.
-_BLOCK = 1 << 17
+# 4 MiB of float32 and 0.6 to join them, against 1.1 ms for a transposed byte copy. Blocks of this
+# many elements stay in a processor's cache from step to step; smaller ones pay for the calls, each
+# of which takes the interpreter's lock. Source: measured, docs/design/0026-cores.md.
+_BLOCK = 1 << 18
+# A lower byte widened with its sign, and masked by this, has its top bit at the top and the other
+# seven at the bottom.
+_LOWER: Final = np.int16(-0x8000 | 0x7F)
 
 
 class _PlaneBuffers(threading.local):
@@ -200,29 +202,27 @@ def _split_halves(bits: npt.NDArray[np.uint16], upper: U8, lower: U8) -> None:
 
 
 def _join_float32(planes: list[U8], out: npt.NDArray[np.uint32]) -> None:
-    lower = planes[2].view(np.dtype("<u2"))
-    for part, upper in _upper_halves(planes[0], planes[1]):
+    last = planes[2].view(np.dtype("<u2"))
+    for part in _blocks(out.size):
         target = out[part]
-        np.copyto(target, upper)
-        np.left_shift(target, 16, out=target)
-        np.bitwise_or(target, lower[part], out=target)
+        upper, wide = _scratch.first[: target.size], _scratch.wide[: target.size]
+        _join_halves(planes[0][part], planes[1][part], upper)
+        np.copyto(wide, upper)
+        np.left_shift(wide, 16, out=wide)
+        np.copyto(target, last[part])
+        np.bitwise_or(target, wide, out=target)
 
 
 def _join_float16(planes: list[U8], out: npt.NDArray[np.uint16]) -> None:
-    for part, upper in _upper_halves(*planes):
-        np.copyto(out[part], upper)
+    for part in _blocks(out.size):
+        _join_halves(planes[0][part], planes[1][part], out[part])
 
 
-def _upper_halves(upper: U8, lower: U8) -> Iterator[tuple[slice, npt.NDArray[np.uint16]]]:
-    """Join 7..14 and sign, 0..6 to 16 bits, block by block; a block is valid until the next."""
-    for part in _blocks(upper.size):
-        size = part.stop - part.start
-        bits, work = _scratch.first[:size], _scratch.second[:size]
-        # The byte beside itself holds its top bit at the top, and the other seven at the bottom.
-        np.copyto(work, lower[part])
-        np.multiply(work, 0x0101, out=work)
-        np.bitwise_and(work, 0x807F, out=work)
-        np.copyto(bits, upper[part])
-        np.multiply(bits, 128, out=bits)  # a shift of 16-bit elements takes twice as long
-        np.bitwise_or(bits, work, out=bits)
-        yield part, bits
+def _join_halves(upper: U8, lower: U8, out: npt.NDArray[np.uint16]) -> None:
+    """Join bits 14..7, and the sign with bits 6..0, to a block of 16-bit elements."""
+    bits, work = out.view(np.dtype("<i2")), _scratch.second[: out.size].view(np.dtype("<i2"))
+    np.copyto(work, lower.view(np.int8))
+    np.bitwise_and(work, _LOWER, out=work)
+    np.copyto(bits, upper)
+    np.multiply(bits, 128, out=bits)  # a shift of 16-bit elements takes twice as long
+    np.bitwise_or(bits, work, out=bits)

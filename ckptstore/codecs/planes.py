@@ -9,12 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from ckptstore.codecs import plane_layout as layouts
 from ckptstore.codecs.codec import CodecError, Part
-from ckptstore.codecs.plane_layout import Layout
+from ckptstore.codecs.plane_layout import U8, Layout
 from ckptstore.codecs.zstd import compress, decompress
 
 _COMPRESSED = 1 << 31
@@ -29,7 +26,7 @@ _SAMPLE_BYTES = 4096
 _SAMPLED_FROM_BYTES = 4 * _SAMPLES * _SAMPLE_BYTES
 
 
-def _promising(plane: npt.NDArray[np.uint8]) -> bool:
+def _promising(plane: U8) -> bool:
     """Tell whether a plane is worth an attempt at compressing all of it."""
     if plane.nbytes < _SAMPLED_FROM_BYTES:
         return plane.nbytes > 0
@@ -53,14 +50,11 @@ class Planes:
         try:
             due = layouts.plane_bytes(layout, len(out))
         except ValueError as error:
-            msg = f"no planes: {error}"
-            raise CodecError(msg) from error
+            raise CodecError(f"no planes: {error}") from error
         layouts.join(layout, read_planes(stored, due), out)
 
 
-def stored_planes(
-    planes: Sequence[npt.NDArray[np.uint8]], *, local: bool = False
-) -> Sequence[Part]:
+def stored_planes(planes: Sequence[U8], *, local: bool = False) -> Sequence[Part]:
     """Return the table of lengths and the planes, each compressed where that pays.
 
     Parameters
@@ -92,8 +86,7 @@ def read_planes(stored: memoryview, due: Sequence[int]) -> list[Part]:
     try:
         lengths = struct.unpack_from(f"<{len(due)}I", stored)
     except struct.error as error:
-        msg = f"no table of planes: {error}"
-        raise CodecError(msg) from error
+        raise CodecError(f"no table of planes: {error}") from error
     at = 4 * len(due)
     planes: list[Part] = []
     for length, bytes_due in zip(lengths, due, strict=True):
@@ -104,10 +97,8 @@ def read_planes(stored: memoryview, due: Sequence[int]) -> list[Part]:
         elif length == len(part) == bytes_due:
             planes.append(part)
         else:
-            msg = f"a plane of {length} bytes where {bytes_due} are due"
-            raise CodecError(msg)
+            raise CodecError(f"a plane of {length} bytes where {bytes_due} are due")
         at = end
     if at != len(stored):
-        msg = f"planes end at byte {at} of {len(stored)}"
-        raise CodecError(msg)
+        raise CodecError(f"planes end at byte {at} of {len(stored)}")
     return planes

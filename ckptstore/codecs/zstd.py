@@ -67,17 +67,13 @@ def decompress(frame: memoryview, size: int) -> bytes:
     try:
         stated = zstandard.frame_content_size(frame)
         if stated != size:
-            msg = f"zstd frame states {stated} bytes where {size} are due"
-            raise CodecError(msg)
-        data = _contexts.decompressor.decompress(
-            frame, max_output_size=size, allow_extra_data=False
-        )
+            raise CodecError(f"zstd frame states {stated} bytes where {size} are due")
+        read = _contexts.decompressor.decompress
+        data = read(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        msg = f"not a zstd frame of {size} bytes: {error}"
-        raise CodecError(msg) from error
+        raise CodecError(f"not a zstd frame of {size} bytes: {error}") from error
     if len(data) != size:
-        msg = f"zstd frame holds {len(data)} bytes where {size} are due"
-        raise CodecError(msg)
+        raise CodecError(f"zstd frame holds {len(data)} bytes where {size} are due")
     return data
 
 

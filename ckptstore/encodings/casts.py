@@ -23,6 +23,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 Raw = npt.NDArray[Any]
 """Elements as unsigned integers of their width."""
 
@@ -71,10 +73,10 @@ class ByteTable:
         ``float32[256]``.
     """
 
-    def __init__(self, values: npt.NDArray[np.float32]) -> None:
+    def __init__(self, values: F32) -> None:
         self._values = values
 
-    def __call__(self, codes: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def __call__(self, codes: npt.NDArray[Any]) -> F32:
         """Return the values of codes: integers of 8 bits, C-contiguous, of any shape."""
         flat = codes.reshape(-1).view(np.uint8)
         even = len(flat) // 2 * 2
@@ -114,7 +116,7 @@ _MINIS: Final[Mapping[str, _Mini]] = {
 _NAN8: Final = 0x7F
 
 
-def _widened(mini: _Mini) -> npt.NDArray[np.float32]:
+def _widened(mini: _Mini) -> F32:
     """Return the value of each of the 256 codes."""
     values = []
     for code in range(256):
@@ -131,7 +133,7 @@ def _widened(mini: _Mini) -> npt.NDArray[np.float32]:
 
 
 @cache
-def _halves() -> npt.NDArray[np.float32]:
+def _halves() -> F32:
     """Return the value of each float16, made when they are needed first."""
     with np.errstate(all="ignore"):
         return _quiet(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
@@ -140,7 +142,7 @@ def _halves() -> npt.NDArray[np.float32]:
 _WIDENED: Final = {name: ByteTable(_widened(mini)) for name, mini in _MINIS.items()}
 
 
-def to_float32(dtype: str, raw: Raw) -> npt.NDArray[np.float32]:
+def to_float32(dtype: str, raw: Raw) -> F32:
     """Return elements of a format as float32; exact but for float64."""
     if dtype == "float32":
         return raw.view(np.float32)
@@ -164,9 +166,7 @@ def to_float64(dtype: str, raw: Raw) -> npt.NDArray[np.float64]:
         return to_float32(dtype, raw).astype(np.float64)
 
 
-def from_float32(
-    dtype: str, values: npt.NDArray[np.float32], rounding: Rounding | None = None
-) -> Raw:
+def from_float32(dtype: str, values: F32, rounding: Rounding | None = None) -> Raw:
     """Return the elements of a format that are nearest to values."""
     if dtype == "float32":
         return values.view(np.uint32)
@@ -192,7 +192,7 @@ def recast(source: str, target: str, raw: Raw, rounding: Rounding | None = None)
     return raw if source == target else from_float32(target, to_float32(source, raw), rounding)
 
 
-def _narrowed(raw: Raw) -> npt.NDArray[np.float32]:
+def _narrowed(raw: Raw) -> F32:
     """Return float64 as float32. Denormals are made as integers: a processor may flush them."""
     found = raw.view(np.float64).astype(np.float32)
     size = raw & _ABS64
@@ -203,7 +203,7 @@ def _narrowed(raw: Raw) -> npt.NDArray[np.float32]:
     return found
 
 
-def _widened64(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+def _widened64(values: F32) -> npt.NDArray[np.float64]:
     """Return float32 as float64; denormals by way of integers, as :func:`_narrowed`."""
     found = values.astype(np.float64)
     size = values.view(np.uint32) & _ABS32
@@ -213,14 +213,14 @@ def _widened64(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return found
 
 
-def _signs(values: npt.NDArray[np.float32], bits: int) -> Raw:
+def _signs(values: F32, bits: int) -> Raw:
     """Return the sign of each value, where an element of so many bits has it."""
     signs: Raw = np.signbit(values).astype(f"<u{bits // 8}")
     signs <<= signs.dtype.type(bits - 1)
     return signs
 
 
-def _quiet(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _quiet(values: F32) -> F32:
     """Make every NaN, in place, the quiet one of its sign."""
     missing = np.isnan(values)
     if missing.any():
@@ -239,7 +239,7 @@ _INF16: Final = 0x7F80
 _FEW: Final = 5 << 7
 
 
-Rounding: TypeAlias = Callable[[npt.NDArray[np.float32], npt.NDArray[np.uint16]], None]
+Rounding: TypeAlias = Callable[[F32, U16], None]
 """Fills a writable array with values rounded to bfloat16; of a NaN it may make any.
 
 Callers hand in one that is faster than NumPy; None in its place is NumPy. Each thread compares it
@@ -249,7 +249,7 @@ around a tie. So no processor, and no setting of one (denormals), changes what a
 
 
 @cache
-def _borders() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+def _borders() -> tuple[F32, U16]:
     """Return what a rounding is tried with, and what it has to make of it."""
     lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001], np.uint32)
     bits = (np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16) | lows).reshape(-1)
@@ -280,9 +280,7 @@ class _CastScratch(threading.local):
 _scratch = _CastScratch()
 
 
-def to_bfloat16(
-    values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16], rounding: Rounding | None
-) -> None:
+def to_bfloat16(values: F32, out: U16, rounding: Rounding | None) -> None:
     """Fill `out` with values rounded to bfloat16; the cast that nearly all derived tensors are."""
     many = len(values) >= _MANY and values.flags.writeable
     if rounding is not None and many and _scratch.trusts(rounding):
@@ -291,17 +289,13 @@ def to_bfloat16(
         _round(_scratch, values, out)
 
 
-def _gives(
-    rounding: Rounding, values: npt.NDArray[np.float32], wanted: npt.NDArray[np.uint16]
-) -> bool:
+def _gives(rounding: Rounding, values: F32, wanted: U16) -> bool:
     made = np.empty_like(wanted)
     _round_by(rounding, values, made)
     return np.array_equal(made, wanted)
 
 
-def _round_by(
-    rounding: Rounding, values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]
-) -> None:
+def _round_by(rounding: Rounding, values: F32, out: U16) -> None:
     """Round, and make each NaN the one that it has to be."""
     rounding(values, out)
     # The codes of a NaN are the greatest without a sign, and with one: two passes, no memory.
@@ -310,9 +304,7 @@ def _round_by(
         out[found] = _signs(values[found], 16) | _QUIET["bfloat16"]
 
 
-def _round(
-    scratch: _CastScratch, values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]
-) -> None:
+def _round(scratch: _CastScratch, values: F32, out: U16) -> None:
     """Round by NumPy alone: the definition."""
     for start in range(0, len(values), _STEP):
         part = values[start : start + _STEP]
@@ -329,7 +321,7 @@ def _round(
             target[found] = _signs(part[found], 16) | _QUIET["bfloat16"]
 
 
-def _to_mini(mini: _Mini, values: npt.NDArray[np.float32]) -> Raw:
+def _to_mini(mini: _Mini, values: F32) -> Raw:
     """Round magnitudes as integers; those below the least normal one by an addition that aligns."""
     size = values.view(np.uint32) & _ABS32
     shift = 23 - mini.mantissa_bits

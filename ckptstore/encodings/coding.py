@@ -9,15 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.encodings import codebooks
 from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
-from ckptstore.encodings.codebooks import (
-    CODE_DTYPES,
-    DYNAMIC_SIGNED,
-    DYNAMIC_UNSIGNED,
-    LINEAR,
-    codes_of,
-    scales_of,
-)
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
 from ckptstore.encodings.measuring import ValueRange
@@ -67,9 +60,11 @@ class Form:
         target = CASTS.get(encoding.name)
         if target is not None:
             return cls(kind=CAST, code="", block=0, dtype=target)
-        dynamic = DYNAMIC_SIGNED if signed else DYNAMIC_UNSIGNED
-        code = LINEAR if encoding.name == "int8" else dynamic
-        return cls(kind=SCALED, code=code, block=encoding.block or 0, dtype=CODE_DTYPES[code])
+        dynamic = codebooks.DYNAMIC_SIGNED if signed else codebooks.DYNAMIC_UNSIGNED
+        code = codebooks.LINEAR if encoding.name == "int8" else dynamic
+        return cls(
+            kind=SCALED, code=code, block=encoding.block or 0, dtype=codebooks.CODE_DTYPES[code]
+        )
 
     @property
     def item_bytes(self) -> int:
@@ -106,9 +101,9 @@ class Form:
         if self.kind == CAST:
             return Coded(recast(dtype, self.dtype, raw, rounding), None)
         values = to_float32(dtype, raw)
-        scales = scales_of(values, self.block)
-        return Coded(codes_of(self.code, values, scales, self.block), scales)
+        scales = codebooks.scales_of(values, self.block)
+        return Coded(codebooks.codes_of(self.code, values, scales, self.block), scales)
 
     def scales(self, dtype: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return the scales alone; of a scaled form."""
-        return scales_of(to_float32(dtype, raw), self.block)
+        return codebooks.scales_of(to_float32(dtype, raw), self.block)

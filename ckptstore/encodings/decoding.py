@@ -12,20 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.encodings.casts import (
-    FLOATS,
-    ByteTable,
-    Rounding,
-    from_float32,
-    raw_dtype,
-    recast,
-    to_bfloat16,
-)
+from ckptstore.encodings import casts
 from ckptstore.encodings.codebooks import BOOKS
 
 CAST: Final = "cast"
 SCALED: Final = "scaled"
-_BOOKS: Final = {code: ByteTable(values) for code, values in BOOKS.items()}
+_BOOKS: Final = {code: casts.ByteTable(values) for code, values in BOOKS.items()}
 # Elements that are converted at once. Source: with the temporaries of a cast 1.5 MiB, which stay
 # in the second-level cache.
 _STEP: Final = 1 << 16
@@ -41,7 +33,7 @@ def decode_elements(
     codes: memoryview,
     scales: memoryview | None,
     out: memoryview,
-    rounding: Rounding | None = None,
+    rounding: casts.Rounding | None = None,
 ) -> None:
     """Restore some elements of a tensor, in stored order. Any thread may call it.
 
@@ -73,9 +65,9 @@ def decode_elements(
     ValueError
         The lengths, or the names, do not fit. A manifest that was decoded holds none such.
     """
-    if dtype not in FLOATS:
+    if dtype not in casts.FLOATS:
         raise ValueError(f"no form restores {dtype}")
-    if recipe_kind == CAST and source_dtype in FLOATS:
+    if recipe_kind == CAST and source_dtype in casts.FLOATS:
         cast_elements(source_dtype, dtype, codes, out, rounding)
     elif recipe_kind == SCALED and code in BOOKS and scales is not None and block >= 1:
         _rescale(code, block, dtype, start, codes, scales, out, rounding)
@@ -88,20 +80,20 @@ def cast_elements(
     dtype: str,
     codes: memoryview,
     out: memoryview,
-    rounding: Rounding | None = None,
+    rounding: casts.Rounding | None = None,
 ) -> None:
     """Convert each element, as :func:`decode_elements` does by a cast."""
-    source = np.frombuffer(codes, raw_dtype(source_dtype))
-    target = np.frombuffer(out, raw_dtype(dtype))
+    source = np.frombuffer(codes, casts.raw_dtype(source_dtype))
+    target = np.frombuffer(out, casts.raw_dtype(dtype))
     if len(source) != len(target):
         raise ValueError(f"{len(source)} elements for {len(target)}")
     if (source_dtype, dtype) == ("float32", "bfloat16"):
         with np.errstate(all="ignore"):
-            to_bfloat16(source.view(np.float32), target, rounding)
+            casts.to_bfloat16(source.view(np.float32), target, rounding)
         return
     for at in range(0, len(source), _STEP):
         part = source[at : at + _STEP]
-        target[at : at + len(part)] = recast(source_dtype, dtype, part, rounding)
+        target[at : at + len(part)] = casts.recast(source_dtype, dtype, part, rounding)
 
 
 def _rescale(
@@ -112,10 +104,10 @@ def _rescale(
     codes: memoryview,
     scales: memoryview,
     out: memoryview,
-    rounding: Rounding | None,
+    rounding: casts.Rounding | None,
 ) -> None:
     """Look each element up in the book of its code, and multiply it by the scale of its block."""
-    target = np.frombuffer(out, raw_dtype(dtype))
+    target = np.frombuffer(out, casts.raw_dtype(dtype))
     places = np.frombuffer(codes, np.uint8)
     sizes = np.frombuffer(scales, np.dtype("<f4"))
     first = start // block
@@ -131,4 +123,4 @@ def _rescale(
         values = book(step)
         with np.errstate(all="ignore"):  # a hostile scale may be anything
             values *= np.repeat(sizes[touched - first], counts)
-        target[at : at + len(step)] = from_float32(dtype, values, rounding)
+        target[at : at + len(step)] = casts.from_float32(dtype, values, rounding)

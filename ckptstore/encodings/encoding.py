@@ -149,8 +149,7 @@ class Encoding:
             return value
         if isinstance(value, str):
             return cls.parse(value)
-        msg = f"{value!r} is neither an Encoding nor a text"
-        raise InvalidInputError(msg, hint=_HINT)
+        raise InvalidInputError(f"{value!r} is neither an Encoding nor a text", hint=_HINT)
 
 
 def _digits(number: float) -> str:

@@ -1,1 +1,1 @@
-"""Tasks run by threads, by processes of this machine, or by the workers of a Dask scheduler."""
+"""Tasks run by threads, by the workers of a Dask scheduler, or by any executor."""

@@ -1,7 +1,7 @@
 """Pickles of tasks and of their results, on their way between processes.
 
-They travel between processes of one user, over a socket of this machine or a scheduler that the
-user has named and trusts with everything, and are never stored. Tasks are pickled here rather than
+They travel between processes of one user, through an executor or a scheduler that the user has
+named and trusts with everything, and are never stored. Tasks are pickled here rather than
 by the executor: an error then names a value that cannot travel, and a function is always found by
 its name in the installed package, never sent as code.
 """
@@ -12,13 +12,11 @@ import importlib
 import pickle
 import threading
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, Generic, TypeVar, cast
 
-from ckptstore import limits
-from ckptstore.errors import CkptStoreError, InvalidInputError, LimitError, StorageError
-from ckptstore.hashing import blake3_digest
+from ckptstore import errors, limits
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,7 +27,7 @@ _HINT: Final = "use the engine threads, or give storage options that are plain v
 class Shared(Generic[T]):
     """A value that many tasks hold, such as a backend: made once in each process that runs them.
 
-    Made by :meth:`ckptstore.engine.engine.Engine.share`. Any thread may use it.
+    Made by :meth:`ckptstore.engine.engine.Engine.share_storage`. Any thread may use it.
     """
 
     def __init__(self, value: T, data: bytes = b"") -> None:
@@ -37,39 +35,37 @@ class Shared(Generic[T]):
         self._data = data
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _shared, (self._data or pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL),)
-
-    @classmethod
-    def portable(cls, value: T, what: str) -> Shared[T]:
-        """Return a value with its pickle; `what` is its name in errors.
-
-        Raises
-        ------
-        InvalidInputError
-            It cannot be sent to another process.
-        """
-        try:
-            return cls(value, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        except Exception as error:
-            msg = f"{what} cannot be sent to another process: {_brief(error)}"
-            raise InvalidInputError(msg, hint=_HINT) from error
+        self._data = self._data or pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL)
+        return _shared, (self._data,)
 
 
-_known: OrderedDict[bytes, Shared[Any]] = OrderedDict()
-_known_lock = threading.Lock()
+_lock = threading.Lock()
 
 
 def _shared(data: bytes) -> Shared[Any]:
     """Return the one object of this process that was made from a pickle."""
-    digest = blake3_digest(data)
-    with _known_lock:
-        found = _known.get(digest)
-        if found is None:
-            found = _known[digest] = Shared(pickle.loads(data), data)  # noqa: S301 - see the module
-        _known.move_to_end(digest)
-        while len(_known) > limits.ENGINE_SHARED_MAX:
-            _known.popitem(last=False)
-        return found
+    with _lock:
+        return _made(data)
+
+
+@lru_cache(limits.ENGINE_SHARED_MAX)
+def _made(data: bytes) -> Shared[Any]:
+    return Shared(pickle.loads(data), data)  # noqa: S301 - see the module
+
+
+def pickled(value: object, what: str) -> bytes:
+    """Return the pickle of a value; `what` is its name in errors.
+
+    Raises
+    ------
+    InvalidInputError
+        It cannot be sent to another process.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        msg = f"{what} cannot be sent to another process: {_brief(error)}"
+        raise errors.InvalidInputError(msg, hint=_HINT) from error
 
 
 def packed(function: Callable[[T], R], task: T) -> bytes:
@@ -82,14 +78,10 @@ def packed(function: Callable[[T], R], task: T) -> bytes:
     LimitError
         It is larger than a task may be.
     """
-    try:
-        body = pickle.dumps((function, task), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        msg = f"a task cannot be sent to another process: {_brief(error)}"
-        raise InvalidInputError(msg, hint=_HINT) from error
+    body = pickled((function, task), "a task")
     if len(body) > limits.ENGINE_TASK_BYTES_MAX:
         msg = f"a task takes {len(body)} bytes, more than {limits.ENGINE_TASK_BYTES_MAX}"
-        raise LimitError(msg, hint="use the engine threads")
+        raise errors.LimitError(msg, hint="use the engine threads")
     return pickle.dumps((_version(), body), pickle.HIGHEST_PROTOCOL)
 
 
@@ -108,7 +100,7 @@ def run_packed(data: bytes, number: str = "") -> bytes:
         version, body = pickle.loads(data)  # noqa: S301 - see the module
         if version != _version():
             msg = f"the workers have ckptstore {_version()}, not {version}"
-            raise StorageError(msg, hint="install the same version there")
+            raise errors.StorageError(msg, hint="install the same version there")
         function, task = _taken(body)
         return pickle.dumps((True, function(task)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
@@ -120,9 +112,10 @@ def _taken(body: bytes) -> tuple[Callable[[Any], Any], Any]:
     try:
         function, task = pickle.loads(body)  # noqa: S301 - see the module
     except Exception as error:
-        msg = f"a worker cannot take its task: {_brief(error)}"
         hint = "install what the storage needs there, too: the same extras of ckptstore"
-        raise StorageError(msg, hint=hint) from error
+        raise errors.StorageError(
+            f"a worker cannot take its task: {_brief(error)}", hint=hint
+        ) from error
     return function, task
 
 
@@ -136,7 +129,7 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401 - whatever the function return
 
 def _packed_error(error: Exception) -> bytes:
     """Return the pickle of an error; of one that cannot be pickled, that of its text."""
-    if not isinstance(error, CkptStoreError):
+    if not isinstance(error, errors.CkptStoreError):
         error.add_note("in a worker:\n" + "".join(traceback.format_exception(error)))
     try:
         data = pickle.dumps((False, error), pickle.HIGHEST_PROTOCOL)
@@ -144,8 +137,15 @@ def _packed_error(error: Exception) -> bytes:
             return data
     except Exception:  # noqa: BLE001, S110 - anything may be wrong with a foreign class: see below
         pass
-    told = CkptStoreError(f"a task failed: {_brief(error)}")
+    told = errors.CkptStoreError(f"a task failed: {_brief(error)}")
     return pickle.dumps((False, told), pickle.HIGHEST_PROTOCOL)
+
+
+def no_answer(error: Exception) -> errors.WorkerDiedError:
+    """Return the error for a failure of an executor or scheduler, rather than of a task."""
+    msg = f"the workers do not answer: {_brief(error)}"
+    hint = "what was done stays done: see their logs, whether they have the same Python and "
+    return errors.WorkerDiedError(msg, hint=f"{hint}ckptstore, and run it again")
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""Engines: run many small tasks, a bounded number at a time, and return their results.
+"""Engines: run many small tasks by an executor, a bounded number at a time.
 
 A task is a function of a module and one argument; both are pickled for tasks in other processes. A
 task may run twice, so repeating it must do no harm. Results should be small. The caller, the
@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from concurrent import futures
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from typing import Any, Final, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.config import SYSTEM, Environment, Options, workers_default
-from ckptstore.engine import dask_client, pools
-from ckptstore.engine.calls import Shared
-from ckptstore.engine.dask_client import DaskPool
-from ckptstore.engine.pools import ExecutorPool, Pool, ThreadPool
+from ckptstore.config import Options, workers_default
+from ckptstore.engine.calls import Shared, no_answer, packed, pickled, run_packed, unpacked
+from ckptstore.engine.dask_client import DaskExecutor, connected
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 
 T = TypeVar("T")
@@ -31,106 +30,72 @@ R = TypeVar("R")
 THREADS: Final = "threads"
 """Name of the default engine."""
 
-EngineSpec = str | Executor
-"""``threads``, ``processes``, ``dask:local``, ``dask://HOST:PORT``, ``tls://HOST:PORT``, or any
-executor of ``concurrent.futures``, which stays the caller's."""
+EngineSpec = str | futures.Executor
+"""``threads``, ``dask://HOST:PORT`` (also ``tcp://`` and ``tls://``), or any executor of
+``concurrent.futures``, which stays the caller's."""
 
-_SCHEDULER = re.compile(r"(?:dask|tls)://[^\s/@?#]+:[0-9]{1,5}/?\Z")
-_FORMS: Final = "threads, processes, dask:local, dask://HOST:PORT or tls://HOST:PORT"
-
-
-@dataclass(slots=True)
-class _Flight(Generic[T]):
-    """A task that was submitted."""
-
-    number: int
-    task: T
-    tries: int = 1
+_SCHEDULER = re.compile(r"(?:dask|tcp|tls)://[^\s/@?#]+:[0-9]{1,5}/?\Z")
+_HINT: Final = (
+    "threads, or the workers of a Dask scheduler, dask://HOST:PORT (start them: dask scheduler, "
+    "dask worker tcp://HOST:PORT); in Python any executor too, such as a ProcessPoolExecutor"
+)
 
 
 class Engine:
-    """Runs tasks in one pool. Made by :func:`open_engine`; owned by one thread."""
+    """Runs tasks by an executor. Made by :func:`open_engine`; owned by one thread.
 
-    def __init__(self, name: str, pool: Pool, environment: Environment = SYSTEM) -> None:
-        self.name = name
-        self._pool = pool
-        self._environment = environment
+    Parameters
+    ----------
+    most
+        Tasks at once; None for as many as the executor has workers.
+    """
 
-    @property
-    def in_process(self) -> bool:
+    def __init__(self, executor: futures.Executor, most: int | None = None) -> None:
+        self._executor = executor
+        self._most = most
+        self.in_process = isinstance(executor, futures.ThreadPoolExecutor)
         """Tasks run in threads of this process: nothing is pickled, and memory is shared."""
-        return self._pool.in_process
 
     @property
     def workers(self) -> int:
         """Number of tasks that run at once, at this moment; 1 or more."""
-        return max(1, self._pool.workers())
+        found = sum(self._threads())
+        return max(1, min(found, self._most or found))
 
-    @property
-    def sharing(self) -> int:
-        """Number of them that share the memory of one machine, as far as is known; 1 or more.
-
-        A task may hold the memory budget of the store divided by this number.
-        """
-        return max(1, self._pool.sharing())
+    def _threads(self) -> list[int]:
+        """Return how many tasks run at once in each place that has memory of its own."""
+        if isinstance(self._executor, DaskExecutor):  # how workers share machines is unknown
+            return self._executor.threads()
+        own = getattr(self._executor, "_max_workers", None)
+        return [self._most or (own if isinstance(own, int) else workers_default())]
 
     def options_of_tasks(self, options: Options) -> Options:
         """Return the options of one task: its share of memory and threads."""
-        sharing = self.sharing
+        sharing = max(self._threads(), default=1)
         return dataclasses.replace(
             options,
             host_bytes=max(1, options.host_bytes // sharing),
             workers=max(1, options.workers // sharing),
         )
 
-    def share(self, value: T, what: str) -> Shared[T]:
-        """Wrap a value that many tasks hold, so that each process makes it once.
-
-        Parameters
-        ----------
-        what
-            Its name in errors.
-
-        Raises
-        ------
-        InvalidInputError
-            It cannot be sent to the processes in which tasks run.
-        """
-        return Shared(value) if self.in_process else Shared.portable(value, what)
-
     def share_storage(self, backend: Backend) -> Shared[Backend]:
-        """Wrap a backend for tasks.
+        """Wrap a backend for tasks, so that each process makes it once.
 
         Raises
         ------
         InvalidInputError
             Other processes cannot reach it: it is in memory, or its options cannot be pickled.
         """
-        if not self.in_process and backend.capabilities.private:
-            msg = f"the objects of {backend.url} are in the memory of this process"
-            raise InvalidInputError(msg, hint="use the engine threads")
-        return self.share(backend, f"the storage {backend.url}, with its options,")
+        shared = Shared(backend)
+        if not self.in_process:
+            if backend.capabilities.private:
+                msg = f"the objects of {backend.url} are in the memory of this process"
+                raise InvalidInputError(msg, hint="use the engine threads")
+            pickled(shared, f"the storage {backend.url}, with its options,")
+        return shared
 
     def map(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield the results of ``function(task)`` in the order of the tasks.
-
-        Raises
-        ------
-        WorkerDiedError, CkptStoreError
-            As :meth:`map_unordered`.
-        """
-        held: dict[int, R] = {}
-        due = 0
-        for number, _, result in self._run(function, tasks, held):
-            held[number] = result
-            while due in held:
-                yield held.pop(due)
-                due += 1
-
-    def map_unordered(
-        self, function: Callable[[T], R], tasks: Iterable[T]
-    ) -> Iterator[tuple[T, R]]:
-        """Yield tasks with their results, in the order in which they finish.
 
         Tasks are taken from `tasks` only as there is room, so that a generator can plan as it goes.
         Closing the iterator, or an error, drops the tasks that have not begun.
@@ -143,70 +108,66 @@ class Engine:
         Raises
         ------
         WorkerDiedError
-            The worker of a task died ``TASK_TRIES_MAX`` times; or no worker is left.
+            Workers died, or none is left. What was done stays done.
         InvalidInputError
             A task cannot be sent to another process.
         CkptStoreError
             The error of `function`, of the first task that failed.
         """
-        for _, task, result in self._run(function, tasks, {}):
-            yield task, result
-
-    def _run(
-        self,
-        function: Callable[[T], R],
-        tasks: Iterable[T],
-        held: dict[int, R],
-    ) -> Iterator[tuple[int, T, R]]:
-        """Yield number, task and result; `held` are results that wait for earlier ones."""
         numbered = enumerate(tasks)
-        pending: dict[Future[Any], _Flight[T]] = {}
+        pending: dict[futures.Future[Any], int] = {}
+        held: dict[int, R] = {}
+        due = 0
         try:
             while True:
                 most = limits.ENGINE_AHEAD * self.workers
                 room = min(most - len(pending), 4 * most - len(pending) - len(held))
                 for number, task in itertools.islice(numbered, max(0, room)):
-                    pending[self._pool.submit(function, task)] = _Flight(number, task)
+                    pending[self._submit(function, task)] = number
                 if not pending:
                     return
                 for future in self._wait(pending):
-                    flight = pending.pop(future)
-                    try:
-                        result = self._pool.result(future)
-                    except WorkerDiedError as error:
-                        self._again(flight, error)
-                        pending[self._pool.submit(function, flight.task)] = flight
-                        continue
-                    yield flight.number, flight.task, result
+                    held[pending.pop(future)] = self._result(future)
+                while due in held:
+                    yield held.pop(due)
+                    due += 1
         finally:
             for future in pending:
                 future.cancel()
 
-    def _again(self, flight: _Flight[T], error: WorkerDiedError) -> None:
-        """Count a try; raise WorkerDiedError after the last one."""
-        if not self._pool.recovers(error):
-            raise error
-        if flight.tries == limits.TASK_TRIES_MAX:
-            msg = f"{error.message}; it was tried {flight.tries} times"
-            hint = "look for what kills it: memory limits, or a fault in a library"
-            raise WorkerDiedError(msg, hint=hint) from error
-        flight.tries += 1
+    def _submit(self, function: Callable[[T], R], task: T) -> futures.Future[Any]:
+        """Have ``function(task)`` run; in this process as a part of the operation."""
+        call: tuple[Any, ...] = copy_context().run, function, task
+        if not self.in_process:
+            # Some executors take equal calls for the same: the number tells them apart.
+            call = run_packed, packed(function, task), secrets.token_hex(8)
+        try:
+            return self._executor.submit(*call)
+        except Exception as error:
+            raise no_answer(error) from error
 
-    def _wait(self, pending: Iterable[Future[Any]]) -> set[Future[Any]]:
+    def _result(self, future: futures.Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result of a future that is done, or raise the function's error."""
+        try:
+            answer = future.result()
+        except Exception as error:  # of the executor: those of a task elsewhere travel as results
+            if self.in_process and not isinstance(error, futures.CancelledError):
+                raise
+            raise no_answer(error) from error
+        return answer if self.in_process else unpacked(answer)
+
+    def _wait(self, pending: Iterable[futures.Future[Any]]) -> set[futures.Future[Any]]:
         """Return futures that are done; raise WorkerDiedError if no worker appears."""
-        since = self._environment.monotonic()
-        while True:
-            done, others = wait(pending, limits.ENGINE_LOOK_S, FIRST_COMPLETED)
+        alone_s = 0.0
+        while alone_s <= limits.ENGINE_WORKERS_WAIT_S:
+            done, others = futures.wait(pending, limits.ENGINE_LOOK_S, futures.FIRST_COMPLETED)
             # A pool that is shut down cancels futures without waking their waiters.
             done |= {future for future in others if future.cancelled()}
             if done:
                 return done
-            now = self._environment.monotonic()
-            if self._pool.workers() > 0:
-                since = now
-            elif now - since > limits.ENGINE_WORKERS_WAIT_S:
-                msg = f"no worker has been there for {now - since:.0f} s"
-                raise WorkerDiedError(msg, hint="what was done stays done: run it again")
+            alone_s = 0.0 if sum(self._threads()) else alone_s + limits.ENGINE_LOOK_S
+        msg = f"no worker has been there for {alone_s:.0f} s"
+        raise WorkerDiedError(msg, hint="what was done stays done: run it again")
 
 
 def check_spec(spec: str) -> str:
@@ -217,27 +178,20 @@ def check_spec(spec: str) -> str:
     InvalidInputError
         No engine has it.
     """
-    known = spec in (THREADS, "processes", "dask:local")
-    if known or _SCHEDULER.match(str(spec)):
+    if spec == THREADS or _SCHEDULER.match(str(spec)):
         return spec
-    msg = f"unknown engine {spec!r:.60}"
-    raise InvalidInputError(msg, hint=f"one of {_FORMS}")
+    raise InvalidInputError(f"unknown engine {spec!r:.60}", hint=_HINT)
 
 
 @contextmanager
-def open_engine(
-    spec: EngineSpec = THREADS, *, workers: int | None = None, environment: Environment = SYSTEM
-) -> Iterator[Engine]:
+def open_engine(spec: EngineSpec = THREADS, *, workers: int | None = None) -> Iterator[Engine]:
     """Yield an engine for the duration of a block.
-
-    If the block ends by an error, Ctrl-C included, worker processes that were started for it are
-    stopped at once; no process is left behind.
 
     Parameters
     ----------
     workers
-        Tasks at once. By default, for threads and processes: the usable processors; for a running
-        scheduler: all that its workers take.
+        Tasks at once. By default, for threads: the usable processors; for a scheduler or an
+        executor: all that its workers take.
 
     Raises
     ------
@@ -249,33 +203,18 @@ def open_engine(
         The scheduler does not answer, or has no workers.
     """
     if workers is not None and workers < 1:
-        msg = f"workers is an integer from 1 on, not {workers!r}"
-        raise InvalidInputError(msg)
-    if isinstance(spec, Executor):
-        yield Engine("executor", _foreign(spec, workers), environment)
-        return
-    count = workers or workers_default()
-    name = check_spec(spec)
-    opening: AbstractContextManager[Pool]
-    if name == THREADS:
-        opening = pools.threads(count)
-    elif name == "processes":
-        opening = pools.processes(count)
-    elif name == "dask:local":
-        opening = dask_client.local_cluster(count)
-    else:
-        address = re.sub("^dask://", "tcp://", name.rstrip("/"))
-        opening = dask_client.connected(address, workers or 0)
-    with opening as pool:
-        yield Engine(name, pool, environment)
-
-
-def _foreign(executor: Executor, workers: int | None) -> Pool:
-    """Return the pool of an executor that the user brought."""
-    own = getattr(executor, "_max_workers", None)
-    count = workers or (own if isinstance(own, int) else workers_default())
-    if isinstance(executor, ThreadPoolExecutor):
-        return ThreadPool(executor, count)
-    if type(executor).__name__ == "ClientExecutor" and hasattr(executor, "_client"):
-        return DaskPool(lambda: executor._client, "of the executor", most=workers or 0)
-    return ExecutorPool(executor, count)
+        raise InvalidInputError(f"workers is an integer from 1 on, not {workers!r}")
+    with ExitStack() as stack:
+        executor: futures.Executor
+        if isinstance(spec, futures.Executor):
+            executor = spec
+            if type(spec).__name__ == "ClientExecutor" and hasattr(spec, "_client"):  # of Dask
+                executor = DaskExecutor(spec._client)
+        elif check_spec(spec) == THREADS:
+            count = workers or workers_default()
+            executor = futures.ThreadPoolExecutor(count, thread_name_prefix="ckptstore-task")
+            stack.callback(executor.shutdown, cancel_futures=True)
+        else:
+            address = re.sub("^dask://", "tcp://", spec.rstrip("/"))
+            executor = stack.enter_context(connected(address))
+        yield Engine(executor, workers)

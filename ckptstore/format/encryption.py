@@ -14,7 +14,7 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format.fields import Id
+from ckptstore.format.fields import By, ChunkBytes, CommitNumber, Id, TimeMs
 from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
 FEATURE: Final = "encrypted-v1"
@@ -59,20 +59,18 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     magic: Literal["ckptstore-keys"] = "ckptstore-keys"
     format: Annotated[int, msgspec.Meta(ge=1, le=FORMAT)] = FORMAT
-    number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    number: CommitNumber
     """That of its name."""
     store_id: Id
-    chunk_bytes: Annotated[
-        int, msgspec.Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_RAW_BYTES_MAX)
-    ]
-    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    chunk_bytes: ChunkBytes
+    created_at_ms: TimeMs
     """When the store was created."""
     encryption: Encryption
     slots: Annotated[
         tuple[KeySlot, ...], msgspec.Meta(min_length=1, max_length=limits.KEY_SLOTS_MAX)
     ]
-    at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
-    by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+    at_ms: TimeMs
+    by: By
     seal: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     """32 bytes that follow from the data key and from all the rest, see :func:`sealed_text`; empty
     in format 1, which has none."""
@@ -114,8 +112,7 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
         check_kind_and_format(
             raw, magic=_MAGIC, format_max=FORMAT, where=where, unlike="is no record of keys"
         )
-        msg = f"{where} is no record of keys: {error}"
-        raise CorruptObjectError(msg) from error
+        raise CorruptObjectError(f"{where} is no record of keys: {error}") from error
     wants_seal = record.format > 1
     if wants_seal is not bool(record.seal) or (
         not wants_seal and any(slot.sealed for slot in record.slots)
@@ -145,11 +142,5 @@ def sealed_text(record: KeyRecord) -> bytes:
 def _store_lines(record: KeyRecord) -> tuple[str, ...]:
     """Return what a record says of its store, a line each."""
     found = record.encryption
-    return (
-        record.store_id,
-        str(record.chunk_bytes),
-        str(record.created_at_ms),
-        found.cipher,
-        str(found.segment_bytes),
-        found.check,
-    )
+    values = (record.store_id, record.chunk_bytes, record.created_at_ms)
+    return tuple(map(str, (*values, found.cipher, found.segment_bytes, found.check)))

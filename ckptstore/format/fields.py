@@ -16,6 +16,11 @@ NonFinite = Literal["nan", "inf", "-inf"]
 
 Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+TimeMs = Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+By = Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+CommitNumber = Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+ChunkBytes = Annotated[int, msgspec.Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_RAW_BYTES_MAX)]
 EncodingName = Annotated[str, msgspec.Meta(pattern=r"^([a-z][a-z0-9_]{0,31})?\Z")]
 """What tensors were rounded to; empty for what they were saved as."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=limits.STEP_MAX)]

@@ -110,8 +110,7 @@ def check_kind_and_format(
     except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
         return
     if found != magic:
-        msg = f"{where} {unlike}: its magic is {str(found)[:40]!r}"
-        raise FormatError(msg)
+        raise FormatError(f"{where} {unlike}: its magic is {str(found)[:40]!r}")
     if isinstance(version, int) and version > format_max:
         msg = f"{where} has format {version}; this version reads up to {format_max}"
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
@@ -133,8 +132,7 @@ def encode_frame(
         If `magic` does not have 8 bytes.
     """
     if len(magic) != 8:
-        msg = f"a magic has 8 bytes, not {len(magic)}"
-        raise LimitError(msg)
+        raise LimitError(f"a magic has 8 bytes, not {len(magic)}")
     raw_len = memoryview(payload).nbytes
     stored = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(payload)
     if not _ratio_allowed(raw_len, len(stored)):
@@ -194,8 +192,7 @@ def decode_frame(
         msg = f"{where} says that {stored_len} bytes follow its header, but {stored.nbytes} do"
         raise CorruptObjectError(msg)
     if blake3_digest(stored) != digest:
-        msg = f"{where} does not match its digest"
-        raise CorruptObjectError(msg)
+        raise CorruptObjectError(f"{where} does not match its digest")
     if not 1 <= version <= format_max or flags & ~flags_known:
         msg = f"{where} has format {version} and flags {flags:#x}"
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore wrote it: upgrade")
@@ -230,8 +227,7 @@ def _decompress(stored: memoryview, raw_len: int, where: str) -> bytes:
             stored, max_output_size=raw_len, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        msg = f"{where} cannot be decompressed: {error}"
-        raise CorruptObjectError(msg) from error
+        raise CorruptObjectError(f"{where} cannot be decompressed: {error}") from error
     if len(payload) != raw_len:
         msg = f"{where} decompresses to {len(payload)} bytes instead of {raw_len}"
         raise CorruptObjectError(msg)

@@ -7,7 +7,9 @@
     snapshots/000000000100.snap             folded catalog at that commit; a cache
     manifests/<xx>/<id>.manifest            one per version
     packs/<xx>/<id>.pack                    chunks
+    references/000000000100-<8 hex>.refs    packs that live manifests name; a cache of collections
     keys/000000000001.json                  wrapped keys of an encrypted store; the newest counts
+    published.json, index.html              index and page of a published store; may be missing
 
 Ids are 32 lower-case hex digits (128 random bits) and never used again; ``<xx>`` is their first
 two. Numbers are padded so that keys sort as numbers do.
@@ -28,8 +30,15 @@ MANIFESTS_PREFIX: Final = "manifests/"
 PACKS_PREFIX: Final = "packs/"
 OBJECT_PREFIXES: Final = (COMMITS_PREFIX, SNAPSHOTS_PREFIX, MANIFESTS_PREFIX, PACKS_PREFIX)
 """Everything below these belongs to the store, and is encrypted if the store is."""
+REFERENCES_PREFIX: Final = "references/"
+"""A cache beside them, encrypted too; says nothing of whether there is a store."""
 KEYS_PREFIX: Final = "keys/"
 """As ``store.json``, what is below it belongs to the store and is never encrypted."""
+
+PUBLISHED_KEY: Final = "published.json"
+PAGE_KEY: Final = "index.html"
+CLEAR_KEYS: Final = frozenset({STORE_KEY, PUBLISHED_KEY, PAGE_KEY})
+"""Objects beside those below ``keys/`` that are never encrypted."""
 
 ID_PATTERN: Final = r"^[0-9a-f]{32}\Z"
 MANIFEST_KEY_PATTERN: Final = r"^manifests/([0-9a-f]{2})/(\1[0-9a-f]{30})\.manifest\Z"
@@ -38,6 +47,7 @@ _ID = re.compile(ID_PATTERN)
 _COMMIT = re.compile(r"commits/([0-9]{6})/([0-9]{12})\.json\Z")
 _KEY_RECORD = re.compile(r"keys/([0-9]{12})\.json\Z")
 _SNAPSHOT = re.compile(r"snapshots/([0-9]{12})\.snap\Z")
+_REFERENCES = re.compile(r"references/[0-9]{12}-[0-9a-f]{8}\.refs\Z")
 _MANIFEST = re.compile(MANIFEST_KEY_PATTERN)
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack\Z")
 
@@ -84,6 +94,22 @@ def snapshot_number(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def references_key(number: int, suffix: str) -> str:
+    """Return the key of the reference record that a collection writes after commit `number`.
+
+    Parameters
+    ----------
+    suffix
+        8 random hex digits: one record may replace another of the same number.
+    """
+    return f"{REFERENCES_PREFIX}{_checked(number):012d}-{suffix}.refs"
+
+
+def is_references_key(key: str) -> bool:
+    """Return whether `key` names a reference record."""
+    return _REFERENCES.match(key) is not None
+
+
 def manifest_key(version_id: str) -> str:
     """Return the key of the manifest that is written with version `version_id`."""
     return f"manifests/{_checked_id(version_id)[:2]}/{version_id}.manifest"
@@ -108,13 +134,11 @@ def pack_id(key: str) -> str | None:
 
 def _checked(number: int) -> int:
     if not 0 <= number <= limits.COMMIT_NUMBER_MAX:
-        msg = f"no commit can have the number {number}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"no commit can have the number {number}")
     return number
 
 
 def _checked_id(value: str) -> str:
     if not _ID.match(value):
-        msg = f"not an id of 32 lower-case hex digits: {value[:80]!r}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"not an id of 32 lower-case hex digits: {value[:80]!r}")
     return value

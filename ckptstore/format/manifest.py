@@ -58,17 +58,9 @@ from ckptstore.format.tables import (
 )
 
 __all__ = [
-    "FLAG_BASES",
-    "FLAG_BLOCKS",
-    "FLAG_RECIPES",
-    "MAGIC",
-    "Manifest",
-    "PieceTable",
-    "TensorRecord",
-    "decode",
-    "encode",
-    "outline",
-]
+    "FLAG_BASES", "FLAG_BLOCKS", "FLAG_RECIPES", "MAGIC", "Manifest", "PieceTable",
+    "TensorRecord", "decode", "encode", "outline",
+]  # fmt: skip
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 COLUMNS: Final[dict[str, np.dtype[Any]]] = {

@@ -45,8 +45,7 @@ def check_run_name(name: str) -> str:
     """
     _check_name(name, "run name", limits.RUN_NAME_CHARS_MAX)
     if any(part in {"", ".", ".."} for part in name.split("/")):
-        msg = f"run name {name!r} has an empty, '.' or '..' part between slashes"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"run name {name!r} has an empty, '.' or '..' part between slashes")
     return name
 
 
@@ -93,8 +92,7 @@ def check_replica_url(url: str) -> str:
     """
     if not url or type(url) is not str or len(url) > limits.REPLICA_URL_CHARS_MAX:
         most = limits.REPLICA_URL_CHARS_MAX
-        msg = f"the location of a replica is text of 1 to {most} characters"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"the location of a replica is text of 1 to {most} characters")
     if not url.isprintable() or url != url.strip():
         msg = f"the location {url[:80]!r} holds what does not print, or begins or ends in a space"
         raise InvalidInputError(msg)
@@ -104,8 +102,7 @@ def check_replica_url(url: str) -> str:
     try:
         parts = urlsplit("x://" + rest)
     except ValueError as error:
-        msg = f"the location {url[:80]!r} is no URL: {error}"
-        raise InvalidInputError(msg) from error
+        raise InvalidInputError(f"the location {url[:80]!r} is no URL: {error}") from error
     if "@" in parts.netloc or parts.query:
         msg = "the location of a replica has a user, a password or a query in it"
         raise InvalidInputError(msg, hint="credentials belong into their usual chains")
@@ -163,8 +160,7 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
     try:
         data = msgspec.json.encode(metadata, order="sorted")
     except (UnicodeEncodeError, ValueError, TypeError, OverflowError) as error:
-        msg = f"metadata cannot be written as JSON: {error}"
-        raise InvalidInputError(msg) from error
+        raise InvalidInputError(f"metadata cannot be written as JSON: {error}") from error
     if len(data) > limits.METADATA_BYTES_MAX:
         msg = f"metadata takes {len(data)} bytes as JSON, more than {limits.METADATA_BYTES_MAX}"
         raise LimitError(msg, hint="save large things as part of the state")
@@ -180,28 +176,26 @@ def check_metadata_json(data: bytes) -> None:
         If it breaks a rule.
     """
     if len(data) > limits.METADATA_BYTES_MAX:
-        msg = f"metadata of {len(data)} bytes"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"metadata of {len(data)} bytes")
     if not data.lstrip(b" \t\r\n").startswith(b"{"):
-        msg = "metadata is not a JSON object"
-        raise InvalidInputError(msg)
+        raise InvalidInputError("metadata is not a JSON object")
     if data.count(b"{") + data.count(b"[") > limits.METADATA_DEPTH_MAX:
         _check_json(msgspec.json.decode(data), "metadata", 0)
 
 
 def _check_name(name: str, what: str, chars_max: int) -> None:
     if not name or type(name) is not str:
-        msg = f"{what} must be text that is not empty, not {name!r}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{what} must be text that is not empty, not {name!r}")
     if len(name) > chars_max:
         msg = f"{what} of {len(name)} characters: {name[:40]!r}...; {chars_max} are allowed"
         raise InvalidInputError(msg)
     if not _NAME.match(name):
         msg = f"{what} {name!r} may hold letters, digits, _ and (not at the start) . + = : , / -"
-        raise InvalidInputError(msg)
+        fixed = re.sub(r"[^\w.+=:,/-]", "-", name).lstrip(".+=:,/-")
+        ref = "; store.load() and store[...] take refs" if "@" in name else ""
+        raise InvalidInputError(msg, hint=f"such as {fixed or 'gpt'!r}{ref}")
     if not name.isascii() and unicodedata.normalize("NFC", name) != name:
-        msg = f"{what} {name!r} is not in Unicode's composed form (NFC)"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{what} {name!r} is not in Unicode's composed form (NFC)")
 
 
 def _check_printable(name: str, what: str, chars_max: int) -> str:
@@ -217,13 +211,11 @@ def _check_printable(name: str, what: str, chars_max: int) -> str:
 def _check_json(value: object, path: str, depth: int) -> None:
     """Walk `value`, bounded in depth, and refuse what JSON would lose."""
     if depth > limits.METADATA_DEPTH_MAX:
-        msg = f"{path[:200]} is nested deeper than {limits.METADATA_DEPTH_MAX}"
-        raise LimitError(msg)
+        raise LimitError(f"{path[:200]} is nested deeper than {limits.METADATA_DEPTH_MAX}")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                msg = f"{path}: the key {key!r} is not text"
-                raise InvalidInputError(msg)
+                raise InvalidInputError(f"{path}: the key {key!r} is not text")
             _check_json(item, f"{path}.{key}", depth + 1)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):

@@ -59,17 +59,8 @@ class ChunkHeader:
 
     def to_bytes(self) -> bytes:
         """Return the 64 bytes of the header."""
-        body = _CHUNK.pack(
-            CHUNK_MAGIC,
-            self.codec,
-            self.layout,
-            0,
-            self.raw_bytes,
-            self.stored_bytes,
-            self.checksum,
-            self.chunk_id,
-            0,
-        )
+        sizes, seals = (self.raw_bytes, self.stored_bytes), (self.checksum, self.chunk_id)
+        body = _CHUNK.pack(CHUNK_MAGIC, self.codec, self.layout, 0, *sizes, *seals, 0)
         return body + _CRC.pack(zlib.crc32(body))
 
 

@@ -72,10 +72,8 @@ class PathFilter:
     ) -> None:
         for name, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
-                raise InvalidInputError(
-                    f"{name} must be a list of patterns, not the string {patterns!r}",
-                    hint=f"write {name}=[{patterns!r}]",
-                )
+                msg = f"{name} must be a list of patterns, not the string {patterns!r}"
+                raise InvalidInputError(msg, hint=f"write {name}=[{patterns!r}]")
         self._include = None if include is None else [(p, _matcher(p)) for p in include]
         self._exclude = [_matcher(p) for p in exclude or ()]
         self._unused: set[Pattern] = {p for p, _ in self._include or ()}
@@ -145,9 +143,8 @@ def find_path(paths: Sequence[Path], key: Pattern) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise InvalidInputError(
-            f"{key!r} names {len(found)} leaves", hint=f"use one of the tuples {found!r}"
-        )
+        msg = f"{key!r} names {len(found)} leaves"
+        raise InvalidInputError(msg, hint=f"use one of the tuples {found!r}")
     text = path_text(key) if isinstance(key, tuple) else key
     near = difflib.get_close_matches(text, [path_text(path) for path in paths[:10_000]], n=3)
     hint = "did you mean " + " or ".join(map(repr, near)) + "?" if near else ""

@@ -24,8 +24,6 @@ from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.paths import Key, Path, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 
-__all__ = ["Renames"]
-
 _INT64_MAX = (1 << 63) - 1
 
 
@@ -52,9 +50,8 @@ class Renames:
         for old, new in mapping.items():
             texts = isinstance(old, str) and isinstance(new, str)
             if not texts and not (isinstance(old, tuple) and isinstance(new, tuple)):
-                raise InvalidInputError(
-                    f"a renaming has two texts or two tuples of keys, not {old!r} and {new!r}"
-                )
+                msg = f"a renaming has two texts or two tuples of keys, not {old!r} and {new!r}"
+                raise InvalidInputError(msg)
         # The longest first: it is the most specific.
         order = sorted(mapping, key=lambda old: -len(_text(old)))
         self._mapping = {old: mapping[old] for old in order}
@@ -118,10 +115,9 @@ class Renames:
         """
         if self._unused:
             names = ", ".join(sorted(map(repr, self._unused)))
-            raise TensorNotFoundError(
-                f"there is nothing to rename at {names}",
-                hint="a renaming names dict keys, or whole parts of them between dots",
-            )
+            msg = f"there is nothing to rename at {names}"
+            hint = "a renaming names dict keys, or whole parts of them between dots"
+            raise TensorNotFoundError(msg, hint=hint)
 
 
 def _text(prefix: Pattern) -> str:
@@ -211,8 +207,7 @@ def rename(node: Node, renames: Renames) -> Node:
         if not target and item.kind is None:
             if not item.path:
                 return node  # the state is one leaf or list, and stays one
-            msg = f"nothing would be left of the path {path_text(item.path)!r}"
-            raise InvalidInputError(msg)
+            raise InvalidInputError(f"nothing would be left of the path {path_text(item.path)!r}")
         _put(root, target, item)
     renames.check_all_used()
     return _built(root, (), kinds)
@@ -265,10 +260,8 @@ def _collision(target: Path, item: _Item, there: _Map | _Item) -> InvalidInputEr
     while isinstance(there, _Map):  # name something that is in it
         there = next(iter(there.entries.values()), item)
     both = sorted(path_text(each.path) for each in (item, there))
-    return InvalidInputError(
-        f"{both[0]!r} and {both[1]!r} would get into each other's way at {path_text(target)!r}",
-        hint="leave one of them out (exclude), or rename it too",
-    )
+    msg = f"{both[0]!r} and {both[1]!r} would get into each other's way at {path_text(target)!r}"
+    return InvalidInputError(msg, hint="leave one of them out (exclude), or rename it too")
 
 
 def _built(part: _Map | _Item, path: Path, kinds: Mapping[Path, list[Node]]) -> Node:

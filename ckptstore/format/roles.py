@@ -21,44 +21,15 @@ ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 # Schedulers and gradient scalers belong to `optimizer`: they are of use exactly as long as it is.
 # The first role that has one of the words wins: "model_optimizer" is optimizer.
 _WORDS: Final[Mapping[str, frozenset[str]]] = {
-    "rng": frozenset(["rng", "rngs", "random", "seed", "seeds"]),
-    "optimizer": frozenset(
-        ["opt", "opts", "lr", "scaler", "scalers", "gradscaler", "amp", "adam", "adamw", "sgd"]
-    ),
-    "data": frozenset(["data", "datamodule", "datapipe", "loader", "loaders", "dataiter"]),
-    "weights": frozenset(
-        [
-            "model",
-            "models",
-            "module",
-            "modules",
-            "net",
-            "network",
-            "weight",
-            "weights",
-            "param",
-            "params",
-            "parameters",
-            "buffers",
-            "ema",
-            "generator",
-            "discriminator",
-            "encoder",
-            "decoder",
-            "backbone",
-            "head",
-            "teacher",
-            "student",
-            "actor",
-            "critic",
-            "policy",
-            "adapter",
-            "adapters",
-            "lora",
-            "unet",
-            "vae",
-        ]
-    ),
+    role: frozenset(words.split())
+    for role, words in {
+        "rng": "rng rngs random seed seeds",
+        "optimizer": "opt opts lr scaler scalers gradscaler amp adam adamw sgd",
+        "data": "data datamodule datapipe loader loaders dataiter",
+        "weights": "model models module modules net network weight weights param params parameters "
+        "buffers ema generator discriminator encoder decoder backbone head teacher student actor "
+        "critic policy adapter adapters lora unet vae",
+    }.items()
 }
 _PREFIXES: Final[Mapping[str, tuple[str, ...]]] = {
     "rng": ("rng",),
@@ -113,9 +84,8 @@ class RoleRules:
         self._known: dict[tuple[object, ...], str] = {}
         for pattern, role in (overrides or {}).items():
             if role not in ROLES:
-                raise InvalidInputError(
-                    f"{role!r} is not a role", hint="roles are " + ", ".join(ROLES)
-                )
+                msg = f"{role!r} is not a role"
+                raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
             self._overrides.append((PathFilter([pattern]), role))
 
     @staticmethod

@@ -128,17 +128,13 @@ def decode(data: bytes | memoryview) -> Node:
 
 def _check_size(data: bytes | memoryview) -> None:
     if len(data) > limits.SKELETON_BYTES_MAX:
-        raise LimitError(
-            f"the skeleton has {len(data)} bytes, more than {limits.SKELETON_BYTES_MAX}",
-            hint="keep long lists of numbers as tensors or NumPy arrays",
-        )
+        msg = f"the skeleton has {len(data)} bytes, more than {limits.SKELETON_BYTES_MAX}"
+        raise LimitError(msg, hint="keep long lists of numbers as tensors or NumPy arrays")
     if len(data) > limits.STATE_NODES_MAX:
         containers = len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
         if containers > limits.STATE_NODES_MAX:
-            raise LimitError(
-                f"the skeleton may have {containers} containers, limit {limits.STATE_NODES_MAX}",
-                hint="keep long lists of numbers as tensors or NumPy arrays",
-            )
+            msg = f"the skeleton may have {containers} containers, limit {limits.STATE_NODES_MAX}"
+            raise LimitError(msg, hint="keep long lists of numbers as tensors or NumPy arrays")
 
 
 def text_node(value: str) -> Node:

@@ -59,9 +59,8 @@ class _Checker:
         if type(node) is not list or not node or type(node[0]) is not str:
             raise _bad(path, f"a {type(node).__name__} is not a node")
         if depth >= limits.STATE_DEPTH_MAX:
-            raise LimitError(
-                f"the state is nested deeper than {limits.STATE_DEPTH_MAX} levels at {_at(path)}"
-            )
+            msg = f"the state is nested deeper than {limits.STATE_DEPTH_MAX} levels at {_at(path)}"
+            raise LimitError(msg)
         tag = node[0]
         if tag in MAPS:
             self._map(tag, node, path, depth)
@@ -264,14 +263,6 @@ def _text(_checker: _Checker, node: list[object], path: Path, _depth: int) -> No
         raise _bad(path, "a string is not UTF-8") from error
 
 
-def _size(_checker: _Checker, node: list[object], path: Path, _depth: int) -> None:
-    _check_sizes(node[1:], path)
-
-
-def _missing(_checker: _Checker, node: list[object], path: Path, _depth: int) -> None:
-    _require(len(node) == 1, path, "a missing element has fields")
-
-
 def _path(checker: _Checker, node: list[object], path: Path, depth: int) -> None:
     _require(len(node) == 3, path, "a file path has wrong fields")
     _require(node[1] in ("path", "pureposix", "purewindows"), path, "unknown kind of file path")
@@ -303,11 +294,11 @@ _RULES: Final[dict[str, Callable[[_Checker, list[object], Path, int], None]]] = 
     "td": _fields(int, int, int),
     "dt": _fields(str),
     "dv": _fields(str),
-    "sz": _size,
+    "sz": lambda _, node, path, _d: _check_sizes(node[1:], path),
     "nd": _numpy_dtype,
     "ns": _numpy_scalar,
     "x": _Checker.adapted,
-    "m": _missing,
+    "m": lambda _, node, path, _d: _require(len(node) == 1, path, "a missing element has fields"),
     "T": _Checker.tensor,
     "V": _Checker.view,
     "Q": _Checker.quantized,

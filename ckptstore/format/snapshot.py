@@ -8,15 +8,18 @@ a large catalog does not build millions of small objects.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format.fields import Count, Digest, Direction, EncodingName, Id
+from ckptstore.format import fields
+from ckptstore.format.fields import CommitNumber, Count, Id, IdOrEmpty, TimeMs
 from ckptstore.format.framing import decode_frame, encode_frame
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
+
+T = TypeVar("T")
 
 MAGIC: Final = b"CKPTSNAP"
 
@@ -37,9 +40,7 @@ class Flag:
     ALL: Final = 127
 
 
-IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-TimeMs = Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):
@@ -83,14 +84,14 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     parent: str
     """Id of a row before it; empty if it has none."""
     at_ms: TimeMs
-    commit: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    commit: CommitNumber
     metrics: bytes
     """MessagePack map of name to float, see :func:`decode_metrics`."""
     details: bytes
     """MessagePack of :class:`Details`, see :func:`decode_details`."""
     flags: Annotated[int, msgspec.Meta(ge=0, le=Flag.ALL)] = 0
     """What has become of it: ``DELETED``, ``ABANDONED`` and so on."""
-    encoding: EncodingName = ""
+    encoding: fields.EncodingName = ""
     """With ``WEIGHTS_ONLY``: what the weights were rounded to, if they were."""
 
 
@@ -99,7 +100,7 @@ class RunRow(msgspec.Struct, array_like=True):
 
     name: str
     created_at_ms: TimeMs
-    metrics: dict[str, Direction]
+    metrics: dict[str, fields.Direction]
     head: IdOrEmpty
     tags: dict[str, Id]
     origin: IdOrEmpty = ""
@@ -113,14 +114,14 @@ class RunRow(msgspec.Struct, array_like=True):
 class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
     """The catalog after a commit."""
 
-    number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
-    digest: Digest
+    number: CommitNumber
+    digest: fields.Digest
     """Of the body of that commit."""
     runs: Annotated[list[RunRow], msgspec.Meta(max_length=limits.SNAPSHOT_RUNS_MAX)]
     """In the order of their creation."""
     versions: Annotated[list[VersionRow], msgspec.Meta(max_length=limits.SNAPSHOT_VERSIONS_MAX)]
     """In the order of their commits."""
-    condemned: dict[str, Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]] = {}
+    condemned: dict[str, CommitNumber] = {}
     """Keys of objects that are to be deleted, and the commit that condemned each."""
     policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
     """JSON, or empty: for runs that have none."""
@@ -133,7 +134,7 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
 _SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)
 _DETAILS: Final = msgspec.msgpack.Decoder(Details)
 _MANIFEST_KEY: Final = msgspec.msgpack.Decoder(_ManifestKey)
-_METRICS: Final = msgspec.msgpack.Decoder(
+_METRICS: Final[msgspec.msgpack.Decoder[dict[str, float]]] = msgspec.msgpack.Decoder(
     Annotated[dict[str, float], msgspec.Meta(max_length=limits.METRICS_MAX)]
 )
 
@@ -167,8 +168,7 @@ def decode_snapshot(data: bytes, *, where: str) -> SnapshotBody:
     try:
         return _SNAPSHOT.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        msg = f"{where} is not a catalog snapshot: {error}"
-        raise CorruptObjectError(msg) from error
+        raise CorruptObjectError(f"{where} is not a catalog snapshot: {error}") from error
 
 
 def encode_metrics(metrics: dict[str, float]) -> bytes:
@@ -184,12 +184,7 @@ def decode_metrics(row: VersionRow) -> dict[str, float]:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
-    try:
-        metrics: dict[str, float] = _METRICS.decode(row.metrics)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        msg = f"the catalog snapshot has damaged metrics for version {row.id}: {error}"
-        raise CorruptObjectError(msg) from error
-    return metrics
+    return _decoded(_METRICS, row.metrics, "metrics", row)
 
 
 def decode_manifest_key(row: VersionRow) -> str:
@@ -200,11 +195,7 @@ def decode_manifest_key(row: VersionRow) -> str:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
-    try:
-        return _MANIFEST_KEY.decode(row.details).manifest_key
-    except (msgspec.DecodeError, UnicodeError) as error:
-        msg = f"the catalog snapshot has damaged details for version {row.id}: {error}"
-        raise CorruptObjectError(msg) from error
+    return _decoded(_MANIFEST_KEY, row.details, "details", row).manifest_key
 
 
 def decode_details(row: VersionRow) -> Details:
@@ -215,8 +206,24 @@ def decode_details(row: VersionRow) -> Details:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
+    return _decoded(_DETAILS, row.details, "details", row)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, row: VersionRow) -> T:
     try:
-        return _DETAILS.decode(row.details)
+        return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeError) as error:
-        msg = f"the catalog snapshot has damaged details for version {row.id}: {error}"
+        msg = f"the catalog snapshot has damaged {what} for version {row.id}: {error}"
         raise CorruptObjectError(msg) from error
+
+
+def with_details(row: VersionRow, **changes: object) -> VersionRow:
+    """Return a row some of whose details are others.
+
+    Raises
+    ------
+    CorruptObjectError
+        As for :func:`decode_details`.
+    """
+    details = msgspec.structs.replace(decode_details(row), **changes)
+    return msgspec.structs.replace(row, details=msgspec.msgpack.encode(details))

@@ -10,15 +10,9 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ckptstore import limits
-from ckptstore.errors import (
-    CorruptObjectError,
-    FormatError,
-    InvalidInputError,
-    UnsupportedFeatureError,
-)
+from ckptstore import errors, limits
 from ckptstore.format.encryption import FEATURE, Encryption
-from ckptstore.format.fields import Id
+from ckptstore.format.fields import By, ChunkBytes, Id, TimeMs
 from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
 MAGIC: Final = "ckptstore-store"
@@ -38,12 +32,10 @@ class Superblock(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must understand."""
     store_id: Id
     """Random; tells two stores apart that were at the same location."""
-    chunk_bytes: Annotated[
-        int, msgspec.Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_RAW_BYTES_MAX)
-    ]
+    chunk_bytes: ChunkBytes
     """Size of a chunk before compression, in bytes."""
-    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
-    by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+    created_at_ms: TimeMs
+    by: By
     backend: Annotated[str, msgspec.Meta(max_length=100)]
     """The kind of backend through which the probe looked."""
     put_if_absent: Literal["atomic", "ignored", "refused", "unknown"]
@@ -73,9 +65,8 @@ def encode_superblock(superblock: Superblock) -> bytes:
     data = encode_envelope(msgspec.json.encode(fields))
     try:
         decode_superblock(data, where="the superblock")
-    except (CorruptObjectError, FormatError) as error:
-        msg = f"no store can be created so: {error.message}"
-        raise InvalidInputError(msg) from error
+    except (errors.CorruptObjectError, errors.FormatError) as error:
+        raise errors.InvalidInputError(f"no store can be created so: {error.message}") from error
     return data
 
 
@@ -93,7 +84,7 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
     """
     if len(data) > limits.SUPERBLOCK_BYTES_MAX:
         msg = f"{where} has {len(data)} bytes, more than {limits.SUPERBLOCK_BYTES_MAX}"
-        raise CorruptObjectError(msg)
+        raise errors.CorruptObjectError(msg)
     raw, _ = decode_envelope(data, where=where)
     try:
         superblock = _DECODER.decode(raw)
@@ -101,13 +92,11 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
         check_kind_and_format(
             raw, magic=MAGIC, format_max=FORMAT, where=where, unlike="is not a store of ckptstore"
         )
-        msg = f"{where} is not a superblock: {error}"
-        raise CorruptObjectError(msg) from error
+        raise errors.CorruptObjectError(f"{where} is not a superblock: {error}") from error
     unknown = sorted({*superblock.features} - FEATURES_KNOWN)
     if unknown:
         msg = f"{where}: the store requires {', '.join(unknown)}"
-        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
+        raise errors.UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
     if (superblock.encryption is None) is (FEATURE in superblock.features):
-        msg = f"{where} contradicts itself about {FEATURE}"
-        raise CorruptObjectError(msg)
+        raise errors.CorruptObjectError(f"{where} contradicts itself about {FEATURE}")
     return superblock

@@ -235,6 +235,7 @@ class TensorRecord:
         return plain if self.blocks is None else (*plain, self.blocks.encode())
 
 
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class PieceTable:
     """Where the pieces of a version lie: one row per piece, in the order of the tensors.
 
@@ -257,30 +258,19 @@ class PieceTable:
         nothing is a delta.
     """
 
-    __slots__ = ("base", "ids", "inner", "offset", "pack", "packs", "raw", "slab", "stored")
+    ids: npt.NDArray[np.uint8]
+    raw: Column
+    pack: Column
+    offset: npt.NDArray[np.uint64]
+    stored: Column
+    inner: Column
+    slab: Column
+    packs: Sequence[str]
+    base: Column | None = None
 
-    def __init__(
-        self,
-        *,
-        ids: npt.NDArray[np.uint8],
-        raw: npt.NDArray[np.uint32],
-        pack: npt.NDArray[np.uint32],
-        offset: npt.NDArray[np.uint64],
-        stored: npt.NDArray[np.uint32],
-        inner: npt.NDArray[np.uint32],
-        slab: npt.NDArray[np.uint32],
-        packs: Sequence[str],
-        base: npt.NDArray[np.uint32] | None = None,
-    ) -> None:
-        self.base = base
-        self.ids = ids
-        self.raw = raw
-        self.pack = pack
-        self.offset = offset
-        self.stored = stored
-        self.inner = inner
-        self.slab = slab
-        self.packs = tuple(packs)
+    def __post_init__(self) -> None:
+        """Take the packs of any sequence."""
+        self.packs = tuple(self.packs)
 
     def __len__(self) -> int:
         """Return the number of pieces, those that deltas refer to among them."""
@@ -291,6 +281,10 @@ class PieceTable:
         if self.base is None or (base := int(self.base[row])) == NO_BASE:
             return None
         return base
+
+    def chunk_of(self, row: int) -> tuple[str, int]:
+        """Return the pack and the offset of the chunk that a piece lies in."""
+        return self.packs[int(self.pack[row])], int(self.offset[row])
 
     def take(self, rows: npt.NDArray[Any] | Sequence[int]) -> PieceTable:
         """Return some rows, over the packs that they are in and no others.

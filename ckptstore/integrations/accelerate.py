@@ -16,24 +16,32 @@ epoch of the prepared data loaders: without those a resumed training draws other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
 
 from ckptstore.errors import InvalidInputError, StateError
+from ckptstore.integrations import sharded_states as sharded
 from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.data_position import per_rank, this_rank
+from ckptstore.integrations.model_names import set_whole
 from ckptstore.integrations.randomness import capture_all, restore_mine
-from ckptstore.integrations.ranks import from_first, gathered, place
+from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
+from ckptstore.resuming.witness import Witness
+from ckptstore.saver.pending import PendingSave
 from ckptstore.store import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ckptstore.saver.pending import PendingSave
+__all__ = ["has_version", "load_state", "save_state", "save_state_async", "watched"]
 
-__all__ = ["has_version", "load_state", "save_state", "save_state_async"]
-
-_SHARDED: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+_ELSEWHERE: Final = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+_SHARDED: Final = ("models", "optimizers")
 
 
 def has_version(run: Run) -> bool:
@@ -43,28 +51,28 @@ def has_version(run: Run) -> bool:
 
 
 def save_state(
-    accelerator: Accelerator,
-    run: Run,
-    *,
-    step: int,
-    **options: Any,  # noqa: ANN401 - as Run.save
+    accelerator: Accelerator, run: Run, *, step: int, trained_only: bool = False, **options: Any
 ) -> Version:
     """Save the prepared and registered objects of an accelerator; return when they are durable.
 
-    All ranks call it; rank 0 saves, the others wait for it.
+    All ranks call it. Rank 0 saves, the others wait for it; of sharded models (FSDP, HSDP, tensor
+    parallel) each rank writes its part, unless the plugin wants FULL_STATE_DICT.
 
     Parameters
     ----------
     step
         Training step, from 0 on.
+    trained_only
+        Leave out frozen parameters, except those of adapters of PEFT: the weights of a base model
+        that is the same in each version. A resume begins with the same base model.
     options
         For :meth:`ckptstore.Run.save`: metrics, tags, metadata, adapters ...
 
     Raises
     ------
     InvalidInputError
-        The accelerator shards its state (FSDP, DeepSpeed, Megatron), or has hooks that write files;
-        or `run` is no run of a store.
+        The accelerator uses DeepSpeed, Megatron or XLA, or has hooks that write files; or `run` is
+        no run of a store.
     StateError
         The state of a registered object has a value that cannot be represented; the message names
         its path, such as ``custom.0.history``. Nothing was written.
@@ -72,24 +80,27 @@ def save_state(
         The storage failed; no version appeared. Raised on every rank.
     """
     check_run(run)
-    state = _whole_state(accelerator)
+    state = _whole_state(accelerator, trained_only=trained_only)
+    options = _noted(accelerator, run, options)
+    if _parts(accelerator) and not sharded.wants_full(accelerator):  # each rank saves its part
+        return sharded.save_parts(run, state, _SHARDED, step=step, **options).result()
     one = from_first(lambda: run.save(state, step=step, **options).id)
     return run.resolve(f"#{one}")
 
 
 def save_state_async(
-    accelerator: Accelerator,
-    run: Run,
-    *,
-    step: int,
-    **options: Any,  # noqa: ANN401 - as Run.save_async
-) -> PendingSave | None:
-    """Like :func:`save_state`, but in the background: return the pending save, on rank 0 only.
+    accelerator: Accelerator, run: Run, *, step: int, trained_only: bool = False, **options: Any
+) -> PendingSave | sharded.PendingShards | None:
+    """Like :func:`save_state`, but in the background: return the pending save.
 
-    All ranks call it. Raises the errors of :func:`save_state` known at once; on rank 0 only.
+    All ranks call it. Rank 0 gets the pending save, and the errors of :func:`save_state` that are
+    known at once. If each rank writes a part, each gets one, and the next save waits for it.
     """
     check_run(run)
-    state = _whole_state(accelerator)
+    state = _whole_state(accelerator, trained_only=trained_only)
+    options = _noted(accelerator, run, options)
+    if _parts(accelerator) and not sharded.wants_full(accelerator):  # each rank saves its part
+        return sharded.save_parts(run, state, _SHARDED, step=step, background=True, **options)
     return run.save_async(state, step=step, **options) if place()[0] == 0 else None
 
 
@@ -97,7 +108,9 @@ def load_state(
     accelerator: Accelerator,
     run: Run,
     ref: str | int = "latest",
-    **options: Any,  # noqa: ANN401 - as Run.load
+    *,
+    restart_epoch: bool = False,
+    **options: Any,
 ) -> Version:
     """Set the prepared and registered objects of an accelerator to a version; return that.
 
@@ -108,6 +121,8 @@ def load_state(
     ----------
     ref
         Of this run: ``latest``, ``latest-valid``, a step, ``best:val_loss`` ...
+    restart_epoch
+        Begin the epoch again, instead of going on at the position of stateful data loaders.
     options
         For :meth:`ckptstore.Store.load`: map_location, adapters ...
 
@@ -116,7 +131,8 @@ def load_state(
     RunNotFoundError, VersionNotFoundError
         The ref names nothing.
     StateError
-        The version has another number of models, optimizers or objects. Nothing was changed.
+        The version has another number of models, optimizers or objects; or another number of ranks
+        saved the position of a stateful data loader within an epoch. Nothing was changed.
     CorruptTensorError, StorageError
         It could not be read. Nothing was changed.
     """
@@ -124,12 +140,21 @@ def load_state(
     _check_supported(accelerator)
     one = from_first(lambda: run.resolve(ref).id)
     version = run.resolve(f"#{one}")
-    state = run.load(f"#{one}", **options)
-    _check_numbers(accelerator, state, version)
-    for name, objects in _objects(accelerator).items():
-        for one, saved in zip(objects, state[name], strict=True):
-            if name == "loaders":
-                _restore_loader(one, saved)
+    parts, objects = _parts(accelerator), _objects(accelerator)
+    state = on_all(lambda: run.load(f"#{version.id}", exclude=sharded.excluded(parts), **options))
+    whole = {**state, **{key: [] for key in _SHARDED}} if parts else state
+    _check_numbers(objects, whole, version)
+    positions = [None if restart_epoch else _position(one) for one in whole["loaders"]]
+    if parts:
+        sharded.fill(run, f"#{version.id}", parts, state)
+    for name, each in objects.items():
+        if name == "loaders":
+            for loader, saved, position in zip(each, whole[name], positions, strict=True):
+                _restore_loader(loader, saved, position)
+            continue
+        for one, saved in zip(each, whole[name], strict=True):
+            if name == "models":
+                _set_weights(one, saved, version)
             else:
                 one.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"] is not None:
@@ -139,26 +164,113 @@ def load_state(
     return version
 
 
+_watches: Final[WeakKeyDictionary[Any, Witness]] = WeakKeyDictionary()
+
+
+@contextmanager
+def watched(
+    accelerator: Accelerator,
+    run: Run,
+    *,
+    steps: int = 3,
+    tolerance: float = 1e-3,
+    **objects: object,
+) -> Iterator[Witness]:
+    """Note what the training is after each save, and compare a resumed one with it.
+
+    Enter it on all ranks after :func:`load_state`, around the loop. The witness takes each step
+    itself, just before the (first) optimizer applies its gradients; ``step`` is not called. The
+    report is logged, and kept with the version.
+
+    Parameters
+    ----------
+    steps, tolerance
+        As for :class:`ckptstore.Witness`.
+    objects
+        What the training consists of besides what is prepared and registered, by name.
+    """
+    check_run(run)
+    parts: dict[str, Sequence[Any]] = {
+        "models": accelerator._models,
+        "optimizers": accelerator._optimizers,
+        "schedulers": accelerator._schedulers,
+        "custom": accelerator._custom_objects,
+    }
+    named = {f"{name}_{at}": one for name, each in parts.items() for at, one in enumerate(each)}
+    if not accelerator._optimizers:
+        msg = "the accelerator has no optimizer whose steps could be compared"
+        raise InvalidInputError(msg, hint="prepare it first; or make a ckptstore.Witness")
+    witness = Witness(run, steps=steps, tolerance=tolerance, **{**named, **objects})
+    drawn: list[object] = []
+
+    def before_forward(model: torch.nn.Module, args: object, kwargs: object) -> None:
+        if model.training and witness.active:
+            drawn[:] = [args, kwargs]
+
+    def before_step(*_: object) -> None:
+        witness.step(batch=drawn or None)
+        drawn.clear()
+
+    optimizer: Any = accelerator._optimizers[0]
+    hooks = [optimizer.optimizer.register_step_pre_hook(before_step)]
+    hooks += [
+        model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        for model in accelerator._models[:1]
+    ]
+    _watches[accelerator] = witness
+    try:
+        yield witness
+    finally:
+        del _watches[accelerator]
+        for hook in hooks:
+            hook.remove()
+        witness.close()
+
+
+def _noted(accelerator: Accelerator, run: Run, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a save, with the witness of this moment. All ranks call it."""
+    witness = _watches.get(accelerator)
+    if witness is None or witness.run.name != run.name:
+        return options
+    return {**options, "metadata": {**options.get("metadata", {}), **witness.metadata()}}
+
+
+def _set_weights(model: torch.nn.Module, saved: Mapping[str, Any], version: Version) -> None:
+    missing, unexpected = set_whole(model, saved)
+    if missing or unexpected:
+        msg = f"{version} and the model differ: missing {missing[:3]}, unexpected {unexpected[:3]}"
+        raise StateError(msg, hint="prepare the model that was saved")
+
+
 def _check_supported(accelerator: Accelerator) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind in _SHARDED:
-        msg = f"no rank holds the whole state of an accelerator of type {kind}"
-        raise InvalidInputError(
-            msg, hint="save with torch.distributed.checkpoint: docs/howto/torch-distributed.md"
-        )
+    if kind in _ELSEWHERE:
+        msg = f"the library behind an accelerator of type {kind} keeps the state to itself"
+        hint = "use FSDP2 (fsdp_version=2), or that library's folders"
+        if kind == "DEEPSPEED":
+            hint += "; its folders: deepspeed.checkpoint.ds_to_universal, then ckptstore import"
+        raise InvalidInputError(msg, hint=hint)
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
         msg = "hooks of register_save_state_pre_hook write to a folder, and there is none"
         raise InvalidInputError(msg, hint="remove them, and register objects for checkpointing")
 
 
-def _whole_state(accelerator: Accelerator) -> dict[str, Any]:
+def _whole_state(accelerator: Accelerator, *, trained_only: bool) -> dict[str, Any]:
     """Return the state to save as a version. All ranks call it."""
     _check_supported(accelerator)
     scaler = accelerator.scaler
+    words: Any = {"full": sharded.wants_full(accelerator), "trained_only": trained_only}
+    states: dict[str, Any] = {
+        "loaders": _loader_state,
+        "models": lambda model: sharded.state_of(model, trained_only=trained_only),
+    }
     lists = {
-        name: [_loader_state(one) if name == "loaders" else one.state_dict() for one in objects]
+        name: [states[name](one) if name in states else one.state_dict() for one in objects]
         for name, objects in _objects(accelerator).items()
     }
+    for path, part in _parts(accelerator).items():
+        own = sharded.state_of(part, **words)
+        lists[path.partition(".")[0]].append(own)
     return {
         **lists,
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -167,11 +279,27 @@ def _whole_state(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def _objects(accelerator: Accelerator) -> dict[str, Sequence[Any]]:
-    """Return the prepared and registered objects, by their names in a version."""
+def _parts(accelerator: Accelerator) -> dict[str, sharded.Part]:
+    """Return models and optimizers by their paths in a version, if the models are sharded."""
+    if not any(sharded.is_sharded(model) for model in accelerator._models):
+        return {}
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(optimizers) not in (0, len(models)):
+        msg = f"{len(models)} sharded models have {len(optimizers)} optimizers"
+        raise InvalidInputError(msg, hint="prepare one optimizer for each model")
+    pairs = zip(models, optimizers, strict=False)
     return {
-        "models": [accelerator.unwrap_model(each) for each in accelerator._models],
-        "optimizers": accelerator._optimizers,
+        **{f"models.{at}": model for at, model in enumerate(models)},
+        **{f"optimizers.{at}": (model, one.optimizer) for at, (model, one) in enumerate(pairs)},
+    }
+
+
+def _objects(accelerator: Accelerator) -> dict[str, Sequence[Any]]:
+    """Return the prepared and registered objects that are not sharded, by their names."""
+    whole = not _parts(accelerator)
+    return {
+        "models": [accelerator.unwrap_model(each) for each in accelerator._models if whole],
+        "optimizers": [each for each in accelerator._optimizers if whole],
         "schedulers": accelerator._schedulers,
         "loaders": accelerator._dataloaders,
         "custom": accelerator._custom_objects,
@@ -179,9 +307,9 @@ def _objects(accelerator: Accelerator) -> dict[str, Sequence[Any]]:
 
 
 def _check_numbers(
-    accelerator: Accelerator, state: Mapping[str, Sequence[Any]], version: Version
+    objects: Mapping[str, Sequence[Any]], state: Mapping[str, Sequence[Any]], version: Version
 ) -> None:
-    for name, mine in _objects(accelerator).items():
+    for name, mine in objects.items():
         saved = state.get(name)
         if saved is None:
             msg = f"{version} was not saved from an accelerator: it has no {name}"
@@ -194,11 +322,11 @@ def _check_numbers(
 # --- data loaders: a resumed training must not draw the same batches again ------------------------
 
 
-def _sampler(loader: Any) -> Any:  # noqa: ANN401 - of accelerate, untyped
+def _sampler(loader: Any) -> Any:  # of accelerate, untyped
     return loader.get_sampler() if hasattr(loader, "get_sampler") else None
 
 
-def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
+def _generators(loader: Any) -> dict[str, Any]:
     """Return the generators that decide which batches a loader draws."""
     found = {
         "loader": getattr(loader, "generator", None),
@@ -208,7 +336,7 @@ def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _loader_state(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
+def _loader_state(loader: Any) -> dict[str, Any]:
     state: dict[str, Any] = {
         "iteration": getattr(loader, "iteration", 0),
         "generators": {name: each.get_state() for name, each in _generators(loader).items()},
@@ -217,12 +345,20 @@ def _loader_state(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
     if hasattr(sampler, "initial_seed"):
         state["seed"] = sampler.initial_seed
     if getattr(loader, "use_stateful_dataloader", False):
-        each_rank = gathered(loader.state_dict())
-        state["stateful"] = {f"rank {rank}": own for rank, own in enumerate(each_rank)}
+        state["stateful"] = per_rank(loader.state_dict())
     return state
 
 
-def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401 - as above
+def _position(state: Mapping[str, Any]) -> Any:
+    """Return the position of this rank in an epoch; None where the epoch begins."""
+    saved = state.get("stateful", {})
+    within = any(
+        one.get("_num_yielded") != 0 and not one.get("_iterator_finished") for one in saved.values()
+    )
+    return this_rank(saved) if within or len(saved) == place()[1] else None
+
+
+def _restore_loader(loader: Any, state: Mapping[str, Any], position: Any) -> None:
     if hasattr(loader, "iteration"):
         loader.iteration = state["iteration"]
     for name, generator in _generators(loader).items():
@@ -231,6 +367,5 @@ def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN
     sampler = _sampler(loader)
     if "seed" in state and hasattr(sampler, "initial_seed"):
         sampler.initial_seed = state["seed"]
-    mine = state.get("stateful", {}).get(f"rank {place()[0]}")
-    if mine is not None and getattr(loader, "use_stateful_dataloader", False):
-        loader.load_state_dict(mine)
+    if position is not None and getattr(loader, "use_stateful_dataloader", False):
+        loader.load_state_dict(position)

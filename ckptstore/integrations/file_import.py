@@ -1,8 +1,9 @@
 """Import: a file of weights becomes a version; read from mapped memory, without executing anything.
 
 It reads safetensors files, files of ``torch.save`` (always with ``weights_only=True``), folders
-or index files of either in shards, as Transformers writes them, and directories of
-torch.distributed.checkpoint (:mod:`ckptstore.integrations.dcp.directory`).
+or index files of either in shards, as Transformers writes them, directories of
+torch.distributed.checkpoint (:mod:`ckptstore.integrations.dcp.directory`), and checkpoints of
+Orbax (:mod:`ckptstore.integrations.orbax`) and DeepSpeed (:mod:`ckptstore.integrations.deepspeed`).
 """
 
 from __future__ import annotations
@@ -14,26 +15,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.selection import BESIDE
-from ckptstore.errors import (
-    CkptStoreError,
-    FormatError,
-    InvalidInputError,
-    LimitError,
-    PolicyError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line
-from ckptstore.integrations.pretrained_files import names_digest, read_beside
+from ckptstore.integrations.deepspeed import FORMAT as UNIVERSAL
+from ckptstore.integrations.deepspeed import find_universal, read_universal
+from ckptstore.integrations.orbax import find_checkpoint, read_checkpoint
+from ckptstore.integrations.pretrained_files import names_digest, read_beside, read_json
 from ckptstore.model import Version
 from ckptstore.store import Store, resume_check
 
@@ -57,17 +54,9 @@ class _Read:
     files: tuple[str, ...]
     """Names without their folder."""
     metadata: Mapping[str, str]
-
-
-class _Wishes(TypedDict):
-    """Options shared by a save and the import of a directory, as the caller gave them."""
-
-    step: int
-    metrics: Mapping[str, float] | None
-    tags: Sequence[str]
-    roles: Mapping[Pattern, str] | None
-    codec: str | None
-    progress: ProgressCallback
+    step: int | None = None
+    """Said by the files themselves, as the next one."""
+    metrics: Mapping[str, float] | None = None
 
 
 def import_file(
@@ -98,10 +87,13 @@ def import_file(
     ----------
     path
         ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
-        ``.index.json`` of shards; a directory of torch.distributed.checkpoint.
+        ``.index.json`` of shards; a directory of torch.distributed.checkpoint; a checkpoint of
+        Orbax, or the folder of a CheckpointManager, of which the newest step is taken, or `step`; a
+        universal checkpoint of DeepSpeed, or the folder whose ``latest_universal`` names one.
     run, step, metrics, tags, metadata, roles, codec
         As in :meth:`ckptstore.Run.save`. The state's origin is added to the metadata as
-        ``import``. Such a folder has step 0 if none is given.
+        ``import``. Such a folder has step 0 if none is given; a CheckpointManager's steps have
+        their own, and their metrics.
     directions
         Whether each metric improves upwards or downwards, as in :meth:`ckptstore.Store.run`.
     under
@@ -128,39 +120,35 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     directory = _holds(path, ".metadata")
     described = not directory and _holds(path, "config.json", "adapter_config.json")
     key = under if under is not None else _MODEL if described else ""
-    wishes: _Wishes = {
-        "step": step or 0,
-        "metrics": metrics,
-        "tags": tags,
-        "roles": {**(roles or {}), BESIDE: "weights"} if described else roles,
-        "codec": codec,
-        "progress": progress,
-    }
+    roles = {**(roles or {}), BESIDE: "weights"} if described else roles
+    wishes: Any = {"tags": tags, "roles": roles, "codec": codec, "progress": progress}
     if directory:
-        _check_step(path, step)
         from ckptstore.integrations.dcp.directory import import_directory
 
         return import_directory(
-            store, path, run=run, directions=directions, metadata=metadata, under=key, **wishes
-        )
-    with _opened(path) as found:
+            store, path, run=run, step=_step(path, step), metrics=metrics, directions=directions,
+            metadata=metadata, under=key, **wishes,
+        )  # fmt: skip
+    with _opened(path, step) as found:
         state = {key: found.state} if key else found.state
         if described:
-            state = _with_files(state, found, path)
-        else:
-            _check_step(path, step)
+            state, step = _with_files(state, found, path), step or 0
+        step = _step(path, found.step if step is None else step)
         resume_check.chosen(store.repo, run)  # an import goes on with no training
         about = {**_origin(found), **(metadata or {})}
-        return store.run(run, metrics=directions).save(state, metadata=about, **wishes)
+        metrics = metrics or found.metrics
+        target = store.run(run, metrics=directions)
+        return target.save(state, step=step, metrics=metrics, metadata=about, **wishes)
 
 
-def _check_step(path: Path, step: int | None) -> None:
+def _step(path: Path, step: int | None) -> int:
     if step is None:
-        raise InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
+        raise errors.InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
+    return step
 
 
 def _holds(folder: Path, *names: str) -> bool:
@@ -170,11 +158,11 @@ def _holds(folder: Path, *names: str) -> bool:
         raise translate(error, f"reading {folder}") from error
 
 
-def _with_files(state: Any, found: _Read, folder: Path) -> dict[str, Any]:  # noqa: ANN401
+def _with_files(state: Any, found: _Read, folder: Path) -> dict[str, Any]:
     """Return the state of a folder with the files beside its weights."""
     if not isinstance(state, dict) or not isinstance(found.state, dict) or BESIDE in state:
         msg = f"the weights in {folder} leave no place for {BESIDE!r} beside them"
-        raise InvalidInputError(msg, hint=f"put them below another key: {_MODEL!r}")
+        raise errors.InvalidInputError(msg, hint=f"put them below another key: {_MODEL!r}")
     beside = read_beside(folder, found.files)
     return {**state, BESIDE: {**beside, "names": names_digest(map(str, found.state))}}
 
@@ -191,18 +179,34 @@ def _origin(found: _Read) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Read]:
+def _opened(path: Path, step: int | None) -> Iterator[_Read]:
     """Yield the content of a file, a folder or an index for the duration of a block."""
     try:
         if path.is_dir():
+            if (orbax := find_checkpoint(path, step)) is not None:
+                state, step, metrics = read_checkpoint(orbax)
+                about: dict[str, Any] = {"files": (orbax.name,), "metadata": {}, "format": "orbax"}
+                yield _Read(state=state, step=step, metrics=metrics, **about)
+                return
+            if (universal := find_universal(path)) is not None:
+                with ExitStack() as stack:
+                    state, step = read_universal(
+                        universal, lambda file: _read_one(file, stack).state
+                    )
+                    files = (universal.name,)
+                    yield _Read(state=state, step=step, format=UNIVERSAL, files=files, metadata={})
+                return
             path = _main_file(path)
         with ExitStack() as stack:
             if path.name.endswith(_INDEX):
                 yield _read_shards(path, stack)
             else:
                 yield _read_one(path, stack)
-    except CkptStoreError:
+    except errors.CkptStoreError:
         raise
+    except FileNotFoundError as error:
+        msg = f"there is no file {error.filename or path}"
+        raise errors.ObjectNotFoundError(msg, hint=f"look in {path.parent.absolute()}") from error
     except OSError as error:
         raise translate(error, f"reading {error.filename or path}") from error
 
@@ -220,13 +224,13 @@ def _main_file(folder: Path) -> Path:
             break
     if any(name.endswith(".distcp") for name in names):
         msg = f"the save that wrote {folder} did not finish: there is no .metadata"
-        raise FormatError(msg, hint="import a checkpoint that was saved before it")
+        raise errors.FormatError(msg, hint="import a checkpoint that was saved before it")
     what = ", ".join(found[:5]) if found else "none"
     msg = f"{folder} must hold one file of weights or one index of shards; there is {what}"
     hint = "name the file itself"
     if "store.json" in names:
         hint = "it is a store: ckptstore replicate copies its versions"
-    raise InvalidInputError(msg, hint=hint)
+    raise errors.InvalidInputError(msg, hint=hint)
 
 
 def _read_shards(index: Path, stack: ExitStack) -> _Read:
@@ -240,15 +244,15 @@ def _read_shards(index: Path, stack: ExitStack) -> _Read:
         part = _read_one(index.parent / name, stack)
         formats.add(part.format)
         if not isinstance(part.state, dict):
-            raise FormatError(f"the shard {name} holds no dict of tensors")
+            raise errors.FormatError(f"the shard {name} holds no dict of tensors")
         for key in part.state:
             if key in state:
-                raise FormatError(f"{key!r} is in both {origin[key]} and {name}")
+                raise errors.FormatError(f"{key!r} is in both {origin[key]} and {name}")
             origin[key] = name
         state.update(part.state)
     for key, name in weight_map.items():
         if origin.get(key) != name:
-            raise FormatError(f"{index.name} says that {key!r} is in {name}; it is not")
+            raise errors.FormatError(f"{index.name} says that {key!r} is in {name}; it is not")
     return _Read(
         state=state,
         format=f"{' and '.join(sorted(formats))} shards",
@@ -266,19 +270,12 @@ class _Index(msgspec.Struct):
 
 def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the file of each tensor, and the metadata; no file name may leave the folder."""
-    with index.open("rb") as file:
-        data = file.read(limits.SHARD_INDEX_BYTES_MAX + 1)
-    if len(data) > limits.SHARD_INDEX_BYTES_MAX:
-        raise LimitError(f"{index} has more than {limits.SHARD_INDEX_BYTES_MAX} bytes")
-    try:
-        parsed = msgspec.json.decode(data, type=_Index)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise FormatError(f"{index} is not an index of shards: {error}") from error
+    parsed: _Index = read_json(index, _Index)
     for name in set(parsed.weight_map.values()):
         if PurePosixPath(name).name != name or name in {"", ".", ".."} or "\0" in name:
-            raise FormatError(f"{index} names the file {name!r}, which is not beside it")
+            raise errors.FormatError(f"{index} names the file {name!r}, which is not beside it")
     if not parsed.weight_map:
-        raise FormatError(f"{index} names no tensor")
+        raise errors.FormatError(f"{index} names no tensor")
     return parsed.weight_map, {name: str(value) for name, value in parsed.metadata.items()}
 
 
@@ -289,9 +286,14 @@ def _read_one(path: Path, stack: ExitStack) -> _Read:
         return _read_safetensors(path, stack)
     if path.suffix in TORCH_SUFFIXES or magic == _ZIP:
         return _read_torch(path, zipped=magic == _ZIP)
+    if path.suffix == ".gguf" or magic == b"GGUF":
+        msg = f"{path} is a GGUF file, whose weights are packed for inference"
+        hint = "import the safetensors it was made from, or what transformers makes of it: "
+        hint += "AutoModel.from_pretrained(..., gguf_file=...)"
+        raise errors.InvalidInputError(msg, hint=hint)
     known = ", ".join([_SAFETENSORS, *sorted(TORCH_SUFFIXES)])
-    msg = f"{path} is of no kind that can be imported"
-    raise InvalidInputError(msg, hint=f"files end in {known}; folders hold shards and their index")
+    hint = f"files end in {known}; folders hold shards and their index"
+    raise errors.InvalidInputError(f"{path} is of no kind that can be imported", hint=hint)
 
 
 def _read_safetensors(path: Path, stack: ExitStack) -> _Read:
@@ -302,7 +304,7 @@ def _read_safetensors(path: Path, stack: ExitStack) -> _Read:
     except OSError:
         raise
     except (SafetensorError, RuntimeError, ValueError, TypeError, LookupError) as error:
-        raise FormatError(f"{path} is not a sound safetensors file: {error}") from error
+        raise errors.FormatError(f"{path} is not a sound safetensors file: {error}") from error
     return _Read(state=state, format="safetensors", files=(path.name,), metadata=metadata)
 
 
@@ -321,22 +323,20 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
     return _Read(state=state, format="torch", files=(path.name,), metadata={})
 
 
-def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
+def _torch_problem(path: Path, error: Exception) -> errors.CkptStoreError:
     """Return the error for a pickle that asks for too much, or for a damaged file."""
     wanted: list[str] = []
     with suppress(Exception):
         wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     if wanted or isinstance(error, pickle.UnpicklingError):
         what = f": {', '.join(wanted[:5])}" if wanted else ", or is damaged"
-        return PolicyError(
-            f"the pickle in {path} needs more than weights_only=True allows{what}",
-            hint="if you trust it, load it in Python with weights_only=False and save the state",
-        )
+        msg = f"the pickle in {path} needs more than weights_only=True allows{what}"
+        hint = "if you trust it, load it in Python with weights_only=False and save the state"
+        return errors.PolicyError(msg, hint=hint)
     text = first_line(error)
     if not isinstance(error, RuntimeError):  # the text of other errors may be meaningless: 101
         text = f"torch.load raised {type(error).__name__} {text}".rstrip()
     why = text if path.stat().st_size else "it is empty"
-    return FormatError(
-        f"{path} is not a sound file of torch.save: {why}",
-        hint="it may be truncated, or of another format: copy it again, or check its origin",
-    )
+    msg = f"{path} is not a sound file of torch.save: {why}"
+    hint = "it may be truncated, or of another format: copy it again, or check its origin"
+    return errors.FormatError(msg, hint=hint)

@@ -6,26 +6,25 @@ The two directions are :mod:`ckptstore.integrations.file_import` (needs torch) a
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from ckptstore.integrations.libraries import on_first_use
+
 if TYPE_CHECKING:
+    from ckptstore.integrations.deepspeed_export import export_universal
     from ckptstore.integrations.file_import import import_file
+    from ckptstore.integrations.folder_import import import_folder
     from ckptstore.integrations.safetensors_export import Exported, export_safetensors
 
-__all__ = ["Exported", "export_safetensors", "import_file"]
+__all__ = ["Exported", "export_safetensors", "export_universal", "import_file", "import_folder"]
 
 _LAZY = {
     "Exported": "ckptstore.integrations.safetensors_export",
     "export_safetensors": "ckptstore.integrations.safetensors_export",
+    "export_universal": "ckptstore.integrations.deepspeed_export",
     "import_file": "ckptstore.integrations.file_import",
+    "import_folder": "ckptstore.integrations.folder_import",
 }
 
 if not TYPE_CHECKING:  # so that type checkers still report misspelled names
-
-    def __getattr__(name: str) -> object:
-        """Import the module behind a name (PEP 562)."""
-        if name in _LAZY:
-            return getattr(importlib.import_module(_LAZY[name]), name)
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+    __getattr__ = on_first_use(__name__, _LAZY)

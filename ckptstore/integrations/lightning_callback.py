@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptstore.errors import InvalidInputError
-from ckptstore.integrations.randomness import capture_all, restore_mine
-
-if TYPE_CHECKING:
-    from ckptstore.integrations.lightning_loop import LoopIO
-    from ckptstore.integrations.preemption import Preemption
+from ckptstore.integrations.lightning_loop import LoopIO
+from ckptstore.integrations.preemption import Preemption
+from ckptstore.integrations.randomness import capture, capture_all, restore, restore_mine
+from ckptstore.resuming.witness import Witness
 
 __all__ = ["LoopState"]
 
@@ -31,20 +30,31 @@ class LoopState:
         The trainer's plugin for saving.
     rng
         Save and restore the generators of Python, NumPy and torch.
+    witness
+        Compare a resumed training with the saved one (:class:`ckptstore.Witness`): module,
+        optimizers, schedulers, generators, and each step's batch, loss and gradients. The report is
+        logged, and kept with the version.
     preemption
-        Checked after every batch. When all ranks agree to stop, the trainer's state is saved, and
-        SystemExit is raised with ``preemption.exit_code``. Lightning's own handler of SIGTERM is
-        replaced during a fit.
+        Checked after every batch. When all ranks agree to stop, the state is saved, and SystemExit
+        is raised with ``preemption.exit_code``. Replaces Lightning's handler of SIGTERM.
     """
 
     def __init__(
-        self, io: LoopIO, *, rng: bool = True, preemption: Preemption | None = None
+        self,
+        io: LoopIO,
+        *,
+        rng: bool = True,
+        preemption: Preemption | None = None,
+        witness: bool = False,
     ) -> None:
         self._io = io
         self._rng = rng
         self._preemption = preemption
+        self._watches = witness
+        self._witness: Witness | None = None
         self._restored: Mapping[str, Any] | None = None
         self._asked = 0
+        self._began = False
         self._before: dict[str, object] = {}
 
     @property
@@ -52,7 +62,7 @@ class LoopState:
         """Key of its state among those of the callbacks."""
         return "ckptstore"
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the plugin the trainer.
 
         Raises
@@ -60,6 +70,10 @@ class LoopState:
         InvalidInputError
             The trainer does not save with the plugin, so that nothing would reach the store.
         """
+        owner = trainer.strategy.save_checkpoint.__qualname__.partition(".")[0]
+        if owner in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+            msg = f"{owner} writes files, and does not ask the CkptStoreIO"
+            raise InvalidInputError(msg, hint="use CkptStoreModelParallel")
         used = trainer.strategy.checkpoint_io
         while used is not None and used is not self._io:  # other plugins may wrap it
             used = getattr(used, "checkpoint_io", None)
@@ -74,41 +88,91 @@ class LoopState:
         return {"rng": capture_all()} if self._rng else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the generators for the fit that follows."""
+        """Keep the generators for the fit that follows, or set those of the fit that has begun."""
         self._restored = state_dict.get("rng")
+        if self._began:
+            self._set()
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
-        """Set the generators: after all setup, before the first batch is drawn."""
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Set the generators: after all setup, before the first batch is drawn.
+
+        Strategies for sharded models load later than this.
+        """
+        self._began = True
+        self._set()
+
+    def _set(self) -> None:
         if self._rng and self._restored is not None and not restore_mine(self._restored):
             _log.warning("the version has no random state of this rank: it goes on with another")
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics from before the validation."""
         self._before = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Pass the new metrics to the plugin, before ModelCheckpoint saves."""
         for name, value in trainer.callback_metrics.items():
             if self._before.get(name) is not value:
                 self._io.validated(name, trainer.global_step)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the generators of a fit that resumes in the middle of an epoch; take signals back.
 
         At this point the loader has restarted and has drawn from the generators, which it had not
         when the version was saved. As to signals: Lightning's handler would start a collective
         inside of a handler.
         """
-        restored, self._restored = self._restored, None
+        restored, self._restored, self._began = self._restored, None, False
         progress = trainer.fit_loop.epoch_loop.batch_progress
         within_epoch = progress.current.ready > 0 and not progress.is_last_batch
         if self._rng and restored is not None and within_epoch:
             restore_mine(restored)
         if self._preemption is not None:
             self._preemption.take_back()
+        if self._watches:
+            self._watch(trainer, pl_module, None if within_epoch else restored)
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # noqa: ANN401
-        """Save and stop if the end was announced."""
+    def _watch(self, trainer: Any, module: Any, restored: Mapping[str, Any] | None) -> None:
+        """Make the witness, which compares what was restored. All ranks call it.
+
+        The loader of an epoch that begins has drawn since the generators were restored, which it
+        had not at the save: they are put back for the comparison.
+        """
+        named = {
+            "module": module,
+            **{f"optimizer_{at}": one for at, one in enumerate(trainer.optimizers)},
+            **{
+                f"schedule_{at}": one.scheduler
+                for at, one in enumerate(trainer.lr_scheduler_configs)
+            },
+            "global_step": lambda: trainer.global_step,
+        }
+        now = capture()
+        if self._rng and restored is not None:
+            restore_mine(restored)
+        try:
+            self._witness = Witness(self._io.run, **named)
+        finally:
+            restore(now)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Give the version the witness of this moment. All ranks call it."""
+        if self._witness is not None:
+            self._io.noted = self._witness.metadata()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait until what the witness noted is kept with its version."""
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.close()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Show the step to the witness; save and stop if the end was announced."""
+        if self._witness is not None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            self._witness.step(loss=loss, batch=batch)
         preemption, step = self._preemption, trainer.global_step
         if preemption is None or step == self._asked:  # gradients are still accumulating
             return

@@ -14,34 +14,32 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from ckptstore.encodings.encoding_rules import EncodingRules
-from ckptstore.errors import (
-    InvalidInputError,
-    InvalidRefError,
-    PolicyError,
-    RunNotFoundError,
-    StateError,
-    VersionNotFoundError,
-)
+from ckptstore import errors
+from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
+from ckptstore.integrations import sharded_states as sharded
 from ckptstore.integrations.arguments import check_run_name, check_store
-from ckptstore.integrations.ranks import from_first
+from ckptstore.integrations.model_names import as_named_in, clean
+from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
+from ckptstore.saver.pending import PendingSave
 from ckptstore.store import Run, Store
-
-if TYPE_CHECKING:
-    from ckptstore.encodings.encoding_rules import Encodings
-    from ckptstore.saver.pending import PendingSave
-    from ckptstore.tensors.adapters import TypeAdapter
-    from ckptstore.tensors.restore import MapLocation
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.restore import MapLocation
 
 __all__ = ["LoopIO"]
 
 _log = logging.getLogger("ckptstore")
+_HANDED_OVER = ".temp.ckpt"
+"""File in which a forked worker of Lightning gives its last weights to the process that began it;
+Lightning saves, loads and removes it by its ``CheckpointIO``.
+"""
 _OPTIONS = ("metrics", "tags", "metadata", "roles", "encodings")
+_UNKNOWN = (errors.InvalidRefError, errors.RunNotFoundError, errors.VersionNotFoundError)
 
 
 class LoopIO:
@@ -89,8 +87,7 @@ class LoopIO:
         adapters: Sequence[TypeAdapter] = (),
     ) -> None:
         if remove not in ("delete", "keep"):
-            msg = f"remove={remove!r} must be 'delete' or 'keep'"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(f"remove={remove!r} must be 'delete' or 'keep'")
         check_store(store)
         check_run_name(run)
         self._store = store
@@ -103,12 +100,15 @@ class LoopIO:
             EncodingRules(encodings)  # refuses bad rules now, not at the first save
         self._encodings = encodings
         self._adapters = adapters
-        self._trainer: weakref.ref[Any] | None = None
+        self._trainer: Callable[[], Any] = lambda: None
         self._validated: dict[str, int] = {}
         self._told = False
         self._pending: PendingSave | None = None
+        self._shards: tuple[str, sharded.PendingShards] | None = None
         self._outdated: list[str] = []
         self._own: dict[str, str] = {}
+        self.noted: dict[str, Any] = {}
+        """Metadata of the callback for the next save."""
 
     @property
     def run(self) -> Run:
@@ -129,7 +129,7 @@ class LoopIO:
         head = self._store.run(self._name).head
         return None if head is None else f"#{head.id}"
 
-    def attach(self, trainer: Any) -> None:  # noqa: ANN401 - a Trainer of one of two packages
+    def attach(self, trainer: Any) -> None:  # a Trainer of one of two packages
         """Take metrics from a trainer's ``callback_metrics`` from now on."""
         self._trainer = weakref.ref(trainer)
         self._validated.clear()
@@ -166,24 +166,39 @@ class LoopIO:
         StorageError
             The storage failed; no version appeared.
         """
+        if "state_dict" not in checkpoint:
+            import torch
+
+            torch.save(checkpoint, path)  # of no version: see _HANDED_OVER
+            return
         options = dict(storage_options or {})
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
             msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} are supported"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
         name = os.fspath(path)
         about = {"path": name, "epoch": int(checkpoint.get("epoch", 0))}
         wanted = {
             "step": int(checkpoint.get("global_step", 0)),
             "metrics": {**self._metrics(), **options.pop("metrics", {})},
-            "metadata": {**options.pop("metadata", {}), "lightning": about},
+            "metadata": {**self.noted, **options.pop("metadata", {}), "lightning": about},
             "adapters": self._adapters,
             "retain": self._retain,
             **options,
         }
+        self.noted = {}
+        if self._module() is not None:
+            weights = {clean(key): one for key, one in checkpoint["state_dict"].items()}
+            checkpoint = {**checkpoint, "state_dict": weights}
         self._settle()
         earlier = self._own.get(name)
-        if self._background:
+        if sharded.has_parts(checkpoint["state_dict"]):
+            keys = ("state_dict", "optimizer_states")
+            wanted["background"] = self._background
+            self._shards = name, sharded.save_parts(self.run, checkpoint, keys, **wanted)
+            if not self._background:
+                self._settle()
+        elif self._background:
             self._pending = self.run.save_async(checkpoint, **wanted)
             self._own[name] = self._pending.version_id
         else:
@@ -196,6 +211,7 @@ class LoopIO:
         path: str | os.PathLike[str],
         map_location: MapLocation = None,
         weights_only: bool | None = None,
+        parts: Mapping[str, sharded.Part] | None = None,
     ) -> dict[str, Any]:
         """Return the saved checkpoint; checks every byte, unpickles nothing. All ranks call it.
 
@@ -204,6 +220,9 @@ class LoopIO:
         path
             Lightning's name of it when it was saved; or a ref: ``run@best:val_loss``,
             ``run@latest-valid``, ``#3fa9c1``; or the part after the ``@`` for this run.
+        parts
+            Sharded models and optimizers by their paths in the checkpoint: they are set to what
+            was saved, and the checkpoint is without it.
 
         Raises
         ------
@@ -216,14 +235,25 @@ class LoopIO:
         """
         self._settle()
         name = os.fspath(path)
+        if _handed_over(name):
+            import torch
+
+            where: Any = map_location
+            weights: dict[str, Any] = torch.load(name, where, weights_only=True)
+            return weights
         one = from_first(lambda: self._find(name).id)
         version = self._store.resolve(f"#{one}")
-        state: dict[str, Any] = self._store.load(
-            f"#{one}", map_location=map_location, adapters=self._adapters
-        )
-        if "state_dict" not in state or "pytorch-lightning_version" not in state:
+        wanted: Any = {"map_location": map_location, "adapters": self._adapters}
+        wanted["exclude"] = sharded.excluded(parts or {})
+        state: dict[str, Any] = on_all(lambda: self._store.load(f"#{one}", **wanted))
+        if ("state_dict" not in state and not parts) or "pytorch-lightning_version" not in state:
             msg = f"{name!r} was not saved by Lightning: it has no state_dict of a module"
-            raise StateError(msg, hint="load its weights into the module with Store.load")
+            raise errors.StateError(msg, hint="load its weights into the module with Store.load")
+        module = self._module()
+        if parts:
+            sharded.fill(self.run, f"#{one}", parts, state)
+        elif module is not None:
+            state["state_dict"] = as_named_in(module, state["state_dict"])
         if version.run == self._name:
             self._adopt(version)
         return state
@@ -234,10 +264,12 @@ class LoopIO:
         A version that is pinned, tagged, the head of the run or its only verified one stays.
         """
         name = os.fspath(path)
+        if _handed_over(name):
+            Path(name).unlink()
+            return
         one = self._own.pop(name, None)
-        if one is None:
-            found = self._named(name)
-            one = found.id if found is not None else None
+        if one is None and (found := self._named(name)) is not None:
+            one = found.id
         if one is not None:
             self._drop(one, f"Lightning removed {name}")
 
@@ -247,9 +279,12 @@ class LoopIO:
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _module(self) -> Any:  # a LightningModule, or None
+        return getattr(self._trainer(), "lightning_module", None)
+
     def _metrics(self) -> dict[str, float]:
         """Return the trainer's metrics of this step: scalars only."""
-        trainer = self._trainer() if self._trainer is not None else None
+        trainer = self._trainer()
         if trainer is None:
             if not self._told:
                 self._told = True
@@ -272,44 +307,45 @@ class LoopIO:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+        shards, self._shards = self._shards, None
+        if shards is not None:
+            self._own[shards[0]] = shards[1].result().id
         outdated, self._outdated = self._outdated, []
         for one in outdated:
             self._delete(one, "Lightning replaced it")
 
     def _drop(self, one: str, reason: str) -> None:
-        if self._remove == "keep":
+        if self._remove == "keep" or place()[0] != 0:
             return
-        if self._pending is not None:  # its replacement is not durable yet
-            self._outdated.append(one)
-        else:
+        if self._pending is None and self._shards is None:
             self._delete(one, reason)
+        else:  # its replacement is not durable yet
+            self._outdated.append(one)
 
     def _delete(self, one: str, reason: str) -> None:
         try:
             self._store.remove([f"#{one}"], reason=reason)
-        except (PolicyError, VersionNotFoundError) as error:
+        except (errors.PolicyError, errors.VersionNotFoundError) as error:
             _log.info("%s, but it stays: %s", reason, error)
 
     def _named(self, name: str) -> Version | None:
         """Return the newest version of the run that Lightning saved under a name."""
-        for version in reversed(self._store.run(self._name).versions()):
-            if _path_of(version) == name:
-                return version
-        return None
+        versions = reversed(self._store.run(self._name).versions())
+        return next((version for version in versions if _path_of(version) == name), None)
 
     def _find(self, name: str) -> Version:
         found = self._named(name)
         if found is not None:
             return found
         if "@" not in name and not name.startswith("#"):
-            with suppress(InvalidRefError, RunNotFoundError, VersionNotFoundError):
+            with suppress(*_UNKNOWN):
                 return self._store.run(self._name).resolve(name)
         try:
             return self._store.resolve(name)
-        except (InvalidRefError, RunNotFoundError, VersionNotFoundError) as error:
+        except _UNKNOWN as error:
             msg = f"ckpt_path {name!r} is neither a ref nor a path that run {self._name!r} saved"
             hint = f"{error}; for a file, use ckptstore import first"
-            raise VersionNotFoundError(msg, hint=hint) from error
+            raise errors.VersionNotFoundError(msg, hint=hint) from error
 
     def _adopt(self, version: Version) -> None:
         """Restore the paths as of a saved version, which the training would replace."""
@@ -317,6 +353,30 @@ class LoopIO:
             path = _path_of(each)
             if path is not None and each.commit <= version.commit:
                 self._own[path] = each.id
+
+
+class ModelParallelParts:
+    """Methods of a ``ModelParallelStrategy`` that saves with the :class:`LoopIO` of its trainer."""
+
+    def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Save parts on all ranks, or whole tensors on rank 0."""
+        if self._save_distributed_checkpoint or self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+
+    def teardown(self: Any) -> None:
+        """Wait until all saves are durable."""
+        self.checkpoint_io.teardown()
+        super().teardown()  # type: ignore[misc]
+
+    def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Load model and optimizers, and return the remaining checkpoint."""
+        parts = {f"optimizer_states.{n}": (self.model, o) for n, o in enumerate(self.optimizers)}
+        parts["state_dict"] = self.model
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, parts=parts)
+
+
+def _handed_over(name: str) -> bool:
+    return Path(name).name == _HANDED_OVER and Path(name).is_file()
 
 
 def _path_of(version: Version) -> str | None:

@@ -53,17 +53,16 @@ class Preemption:
     Parameters
     ----------
     signals
-        Signals that announce the end: SIGTERM (Kubernetes, Slurm, torchrun, spot machines), SIGUSR1
-        (``sbatch --signal=USR1@120``), SIGINT and so on. An earlier handler is called too;
-        that of SIGINT only at the second signal, so that a second Ctrl-C interrupts.
+        Signals that announce the end: SIGTERM, SIGUSR1 (``sbatch --signal=USR1@120``), SIGINT and
+        so on. An earlier handler is called too; that of SIGINT only at the second signal.
     deadline_s
         Seconds from the signal to the kill, less the time that a process needs to end.
     check_every
         Agree at every n-th call of :meth:`should_stop`: one small all-reduce each time. All ranks
         must call it equally often.
     group
-        The process group that agrees; None for the default one, or if that is for devices alone
-        (NCCL), for a gloo group that the first call makes: no device is waited for.
+        The process group that agrees; None for the default one, or, with NCCL alone, a gloo group
+        that the first call makes.
     chain
         Call the earlier handlers too.
     environment
@@ -82,7 +81,7 @@ class Preemption:
         *,
         deadline_s: float = limits.PREEMPTION_DEADLINE_S,
         check_every: int = 1,
-        group: Any = None,  # noqa: ANN401 - a ProcessGroup, which torch types as optional names
+        group: Any = None,
         chain: bool = True,
         environment: Environment = SYSTEM,
     ) -> None:
@@ -251,7 +250,7 @@ class Preemption:
         *,
         step: int | None = None,
         pending: PendingSave | None = None,
-        **options: Any,  # noqa: ANN401 - as Run.save_async
+        **options: Any,
     ) -> Version:
         """Make the newest available state durable within the deadline; return the version.
 

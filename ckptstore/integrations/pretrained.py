@@ -7,30 +7,19 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ckptstore.checkpoint.selection import BESIDE
-from ckptstore.errors import (
-    InvalidInputError,
-    NotFoundError,
-    TensorNotFoundError,
-)
-from ckptstore.integrations.pretrained_files import CONFIGS, names_digest
-from ckptstore.integrations.pretrained_models import (
-    SavedModel,
-    adapter_configs,
-    empty_model,
-    fill,
-    write_adapter,
-    write_as_read,
-)
+from ckptstore.errors import InvalidInputError, NotFoundError, TensorNotFoundError
+from ckptstore.integrations import pretrained_models as models
+from ckptstore.integrations.pretrained_files import described, names_digest
 from ckptstore.store import Store
 
-if TYPE_CHECKING:
-    import torch
 
-
-def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noqa: ANN401
+def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:
     """Return the files of ``save_pretrained`` except the weights, as plain values.
 
     Save it as ``pretrained`` beside the state dict ``model``, with the role of weights.
@@ -44,15 +33,17 @@ def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noq
         A tokenizer or processor; its files are stored unchanged.
     """
     found: dict[str, Any] = {}
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if hasattr(model, "get_base_model"):
-        found["adapter_config"] = adapter_configs(model)
+        found["adapter_config"] = models.adapter_configs(model)
         model = model.get_base_model()
     for part in ("config", "generation_config"):
         config = getattr(model, part, None)
         if config is not None:
             found[part] = json.loads(config.to_json_string())
     if "config" in found and not found["config"].get("architectures"):
-        found["config"]["architectures"] = [type(model).__name__]
+        kind = type(model).__bases__[-1] if isinstance(model, FSDPModule) else type(model)
+        found["config"]["architectures"] = [kind.__name__]
     if processing is not None:
         with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
             processing.save_pretrained(folder)
@@ -70,7 +61,7 @@ def export_pretrained(
     *,
     model: torch.nn.Module | None = None,
     merge: bool = False,
-    **options: Any,  # noqa: ANN401 - as save_pretrained
+    **options: Any,
 ) -> Path:
     """Write the model of a version as ``save_pretrained`` does: safetensors and configuration.
 
@@ -108,32 +99,47 @@ def export_pretrained(
     MissingDependencyError
         Transformers, or PEFT for an adapter, is needed and not installed.
     """
-    _check_given(folder, model)
-    version = store.resolve(ref)
-    weights = _weights(store, version.id, ref)
-    saved = SavedModel(ref=ref, about=_about(store, version.id), state=weights)
     path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise InvalidInputError(f"{os.fspath(folder)} is no folder", hint="name a new folder")
+    _check_model(model)
+    saved = _saved(store, ref)
     if merge and not saved.adapters:
         raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
     files = _files(saved.about, path)
-    named = saved.about.get("names") == names_digest(map(str, weights))
+    named = saved.about.get("names") == names_digest(map(str, saved.state))
     if named and model is None and not merge:
-        write_as_read(saved, path, options)
+        models.write_as_read(saved, path, options)
     elif saved.adapters:
-        write_adapter(saved, path, model=model, merge=merge, options=options)
+        models.write_adapter(saved, path, model=model, merge=merge, options=options)
     else:
-        made = model if model is not None else empty_model(saved)
-        fill(made, saved, assign=model is None)
+        made = model if model is not None else models.empty_model(saved)
+        models.fill(made, saved, assign=model is None)
         made.save_pretrained(path, **options)  # type: ignore[operator]  # a PreTrainedModel
     for target, data in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
+    for config in path.glob("*config.json"):  # safetensors keeps weights from all others
+        for weights in path.glob("*model*.safetensors"):
+            weights.chmod(config.stat().st_mode)
     return path
 
 
-def _check_given(folder: str | os.PathLike[str], model: object) -> None:
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise InvalidInputError(f"{os.fspath(folder)} is no folder", hint="name a new folder")
+def load_pretrained(store: Store, ref: str, *, model: torch.nn.Module | None = None) -> Any:
+    """Return the model of a version; see :meth:`ckptstore.Store.from_pretrained`."""
+    _check_model(model)
+    saved = _saved(store, ref)
+    if saved.adapters:
+        made = models.adapted_model(saved, model, device="cpu")
+    else:
+        made = model if model is not None else models.empty_model(saved, device="cpu")
+        models.fill(made, saved, assign=model is None)
+        if model is None:
+            made.tie_weights()  # type: ignore[operator]  # a PreTrainedModel
+    return made.eval()
+
+
+def _check_model(model: object) -> None:
     if model is not None and (isinstance(model, type) or not hasattr(model, "load_state_dict")):
         msg = f"model must be an instance of a model, not {model!r:.80}"
         raise InvalidInputError(msg, hint="model=MyModel(config), or leave it out")
@@ -146,40 +152,24 @@ def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]
         found = None
     if not isinstance(found, Mapping):
         msg = f"{ref!r} has no state dict at 'model'"
-        raise TensorNotFoundError(
-            msg, hint="fork it with rename={'': 'model'} if its weights lie at the root"
-        )
+        hint = "fork it with rename={'': 'model'} if its weights lie at the root"
+        raise TensorNotFoundError(msg, hint=hint)
     return found
 
 
-def _about(store: Store, version: str) -> Mapping[str, Any]:
-    """Return a version's description of its model, completed by those its runs began with."""
-    about = _said(store, version)
-    for found in store.repo.refresh().ancestors(version):
-        if about is not None and "processing" in about:
-            break
-        before = store.repo.catalog.version(found.parent) if found.parent else None
-        if found.deleted or (before is not None and before.run == found.run):
-            continue
-        said = _said(store, found.id) if found.id != version else None
-        if about is None:
-            about = said
-        elif said is not None:
-            about = {**about, "processing": said.get("processing", {})}
-    return about or {}
+def _saved(store: Store, ref: str) -> models.SavedModel:
+    version = store.resolve(ref).id
+    weights = _weights(store, version, ref)
+    about = described(store.repo.refresh(), version, lambda one: _said(store, one))
+    return models.SavedModel(ref=ref, about=about, state=weights)
 
 
-def _said(store: Store, version: str) -> Mapping[str, Any] | None:
+def _said(store: Store, version: str) -> Any:  # what the version holds there
     """Return a version's own description of its model; None without one, or if its data is gone."""
     try:
-        about = store.load(f"#{version}", include=[BESIDE])[BESIDE]
+        return store.load(f"#{version}", include=[BESIDE])[BESIDE]
     except NotFoundError:
         return None
-    parts = [about, *(about.get(part, {}) for part in (*CONFIGS, "processing"))] if about else []
-    if not all(isinstance(part, Mapping) for part in (about, *parts)):
-        raise InvalidInputError(f"#{version[:8]} holds something else at {BESIDE!r}")
-    found: Mapping[str, Any] = about
-    return found
 
 
 def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import FormatError, InvalidInputError, LimitError
 
 CONFIGS: Final = ("config", "generation_config", "adapter_config")
@@ -32,6 +36,64 @@ _TEMPLATES: Final = "additional_chat_templates"
 def names_digest(names: Iterable[str]) -> str:
     """Return a digest that is equal for equal sets of names."""
     return hashlib.sha256("\0".join(sorted(names)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def described(catalog: Catalog, version: str, said: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Return a version's description of its model, completed by those its runs began with.
+
+    Parameters
+    ----------
+    said
+        Returns the own description of the version of an id; None if it has none.
+
+    Raises
+    ------
+    InvalidInputError
+        A version holds something else in place of a description.
+    """
+    about = _checked(said(version), version)
+    for found in catalog.ancestors(version):
+        if about is not None and "processing" in about:
+            break
+        before = catalog.version(found.parent) if found.parent else None
+        if found.deleted or (before is not None and before.run == found.run):
+            continue
+        first = _checked(said(found.id), found.id) if found.id != version else None
+        if about is None:
+            about = first
+        elif first is not None:
+            about = {**about, "processing": first.get("processing", {})}
+    return about or {}
+
+
+def _checked(about: Any, version: str) -> Mapping[str, Any] | None:  # as saved
+    if about is None:
+        return None
+    found: Mapping[str, Any] = about if isinstance(about, Mapping) else {"config": about}
+    parts = [found.get(part, {}) for part in (*CONFIGS, "processing")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise InvalidInputError(f"#{version[:8]} holds something else at {BESIDE!r}")
+    return found
+
+
+def read_json(file: Path, kind: Any) -> Any:  # a type that msgspec knows
+    """Return the content of a JSON file that describes others.
+
+    Raises
+    ------
+    FormatError
+        It is no JSON, or of another type.
+    LimitError
+        It is too large.
+    """
+    with file.open("rb") as opened:
+        data = opened.read(limits.SHARD_INDEX_BYTES_MAX + 1)
+    if len(data) > limits.SHARD_INDEX_BYTES_MAX:
+        raise LimitError(f"{file} has more than {limits.SHARD_INDEX_BYTES_MAX} bytes")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{file} is not an index of a checkpoint: {error}") from error
 
 
 def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
@@ -59,12 +121,12 @@ def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
     if place.parent.name == "snapshots":  # the hub's cache, whose files are links to blobs
         within.append(place.parent.parent / "blobs")
     for name in weights:
-        _check_inside(folder / name, within)
+        check_inside(folder / name, within)
     found: dict[str, Any] = {}
     others: dict[str, bytes] = {}
     left = limits.PRETRAINED_BYTES_MAX
     for path in _files(folder):
-        _check_inside(path, within)
+        check_inside(path, within)
         data = _read(path, left)
         left -= len(data)
         if path.suffix == ".json" and path.stem in CONFIGS:
@@ -85,7 +147,8 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _check_inside(path: Path, within: Iterable[Path]) -> None:
+def check_inside(path: Path, within: Iterable[Path]) -> None:
+    """Raise InvalidInputError if a file is a link out of some resolved folders."""
     target = path.resolve()
     if not any(target.is_relative_to(place) for place in within):
         msg = f"{path} leads out of its folder, to {target}"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ckptstore.errors import InvalidInputError, MissingDependencyError, StateError
+import torch
+
+from ckptstore.errors import InvalidInputError, StateError
+from ckptstore.integrations.libraries import needed
 from ckptstore.integrations.pretrained_files import CONFIGS
 
-if TYPE_CHECKING:
-    import torch
-
 _ADAPTER_CONFIG: Final = "adapter_config.json"
-_GIVE_MODEL: Final = "give the model: export_pretrained(..., model=model)"
+_GIVE_MODEL: Final = (
+    "in Python export_pretrained(..., model=model); or save with it 'pretrained': "
+    "describe_model(model)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,7 @@ class SavedModel:
         return found
 
 
-def fill(
-    model: Any,  # noqa: ANN401 - a PreTrainedModel or PeftModel
-    saved: SavedModel,
-    *,
-    assign: bool,
-    partly: bool = False,
-) -> None:
+def fill(model: Any, saved: SavedModel, *, assign: bool, partly: bool = False) -> None:
     """Load weights into a model; of tied ones, one is enough.
 
     Parameters
@@ -64,6 +60,8 @@ def fill(
         missing, unexpected = model.load_state_dict(saved.state, strict=False, assign=assign)
     except RuntimeError as error:  # wrong shapes
         raise StateError(f"the weights of {saved.ref!r} do not fit: {error}") from error
+    if assign:
+        _unite(model)
     if missing and not unexpected:
         tie = getattr(model, "tie_weights", None)
         if tie is not None:
@@ -72,6 +70,16 @@ def fill(
         filled = {id(own[name]) for name in saved.state}
         missing = [name for name in missing if id(own[name]) not in filled]
     check_names(saved.ref, model, [] if partly else missing, unexpected)
+
+
+def _unite(model: torch.nn.Module) -> None:
+    """Make parameters that share all of their memory one, so that each is counted once."""
+    first: dict[object, torch.nn.Parameter] = {}
+    for name, one in [*model.named_parameters(remove_duplicate=False)]:
+        if one.numel() and not one.is_meta:
+            key = (one.data_ptr(), one.shape, one.stride(), one.dtype)
+            place, _, last = name.rpartition(".")
+            setattr(model.get_submodule(place), last, first.setdefault(key, one))
 
 
 def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
@@ -83,11 +91,8 @@ def check_names(ref: str, model: object, missing: list[str], unexpected: list[st
         Weights are missing or left over; names the first.
     """
     if missing or unexpected:
-        msg = (
-            f"the weights of {ref!r} do not fit {type(model).__name__}: missing "
-            f"{missing[:3]}, unexpected {unexpected[:3]}"
-        )
-        raise StateError(msg)
+        names = f"missing {missing[:3]}, unexpected {unexpected[:3]}"
+        raise StateError(f"the weights of {ref!r} do not fit {type(model).__name__}: {names}")
 
 
 def write_as_read(saved: SavedModel, folder: Path, options: Mapping[str, Any]) -> None:
@@ -123,22 +128,7 @@ def write_json(path: Path, config: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def needed(name: str, what: str = "'ckptstore[transformers]'") -> Any:  # noqa: ANN401 - a module
-    """Return a module that an export needs.
-
-    Raises
-    ------
-    MissingDependencyError
-        It is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        msg = f"{name} is not installed"
-        raise MissingDependencyError(msg, hint=f"pip install {what}") from error
-
-
-def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of transformers
+def class_named(config: Mapping[str, Any]) -> Any:  # a class of transformers
     """Return the class of transformers that a configuration names.
 
     Raises
@@ -158,8 +148,13 @@ def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of 
     return kind
 
 
-def empty_model(saved: SavedModel) -> torch.nn.Module:
-    """Return a model without weights, of the class that a configuration names.
+def empty_model(saved: SavedModel, *, device: str = "meta") -> torch.nn.Module:
+    """Return a model without the weights, of the class that a configuration names.
+
+    Parameters
+    ----------
+    device
+        ``meta`` if it is only written: it lacks the buffers that no state dict has.
 
     Raises
     ------
@@ -176,8 +171,9 @@ def empty_model(saved: SavedModel) -> torch.nn.Module:
     kind = class_named(config)
     try:
         wanted = kind.config_class.from_dict(dict(config))
-        wanted._attn_implementation = "eager"  # other values may load code of the hub
-        with torch.device("meta"):
+        # A saved value may load code of the hub; None is what transformers chooses itself.
+        wanted._attn_implementation = "eager" if device == "meta" else None
+        with torch.device(device):
             made = kind(wanted)
         generation = saved.about.get("generation_config")
         if generation is not None:
@@ -196,7 +192,7 @@ def empty_model(saved: SavedModel) -> torch.nn.Module:
 # --- adapters of PEFT ---------------------------------------------------------------------------
 
 
-def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
+def adapter_configs(model: Any) -> dict[str, Any]:  # a PeftModel
     """Return the configurations of a model's adapters by their names, as PEFT writes them."""
     found: dict[str, Any] = {}
     for name, config in model.peft_config.items():
@@ -208,12 +204,7 @@ def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
 
 
 def write_adapter(
-    saved: SavedModel,
-    folder: Path,
-    *,
-    model: Any,  # noqa: ANN401 - a base model, a PeftModel, or None
-    merge: bool,
-    options: Mapping[str, Any],
+    saved: SavedModel, folder: Path, *, model: Any, merge: bool, options: Mapping[str, Any]
 ) -> None:
     """Write the adapters of a version, or its base model with the adapters merged.
 
@@ -226,7 +217,6 @@ def write_adapter(
     MissingDependencyError
         PEFT or transformers is not installed.
     """
-    peft = needed("peft", "peft")
     ref, configs = saved.ref, saved.adapters
     for name, config in configs.items():
         if not isinstance(name, str) or name == ".." or Path(name).name != name or "\0" in name:
@@ -236,15 +226,10 @@ def write_adapter(
     if merge and len(configs) > 1:
         msg = f"{ref!r} has several adapters ({', '.join(configs)}), and one can be merged"
         raise InvalidInputError(msg, hint="export them, and merge them with PEFT")
-    model = deepcopy(model)  # PEFT puts adapters into it, and merges them, in place
-    if isinstance(model, peft.PeftModel):
-        model = model.unload()
     if not merge:
-        _write_alone(saved, folder, model, options)
+        _write_alone(saved, folder, _bare(model), options)
         return
-    adapted = _with_own_base(saved) if model is None else None
-    if adapted is None:
-        adapted = _filled(_adapted(_base_model(saved) if model is None else model, saved), saved)
+    adapted = adapted_model(saved, model)
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = next(iter(configs.values())).get("peft_type")
         msg = f"the adapter of {ref!r} cannot be merged: it is of the kind {kind}"
@@ -252,7 +237,35 @@ def write_adapter(
     adapted.merge_and_unload().save_pretrained(folder, **options)
 
 
-def _with_own_base(saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel, or None
+def adapted_model(saved: SavedModel, model: Any, *, device: str = "meta") -> Any:  # a PeftModel
+    """Return a copy of a base model, or the version's or named one, with the saved adapters.
+
+    Parameters
+    ----------
+    device
+        Of a base model that the version has; as of :func:`empty_model`.
+
+    Raises
+    ------
+    InvalidInputError, StateError, MissingDependencyError
+        As :func:`write_adapter`.
+    """
+    model = _bare(model)
+    adapted = _with_own_base(saved) if model is None else None
+    if adapted is None:
+        return _filled(_adapted(_base_model(saved) if model is None else model, saved), saved)
+    if device != "meta":
+        adapted = _filled(_adapted(empty_model(saved, device=device), saved), saved)
+    return adapted
+
+
+def _bare(model: Any) -> Any:  # a base model, a PeftModel, or None
+    """Return a copy without adapters: PEFT puts them into a model, and merges them, in place."""
+    model = deepcopy(model)
+    return model.unload() if isinstance(model, needed("peft", "peft").PeftModel) else model
+
+
+def _with_own_base(saved: SavedModel) -> Any:  # a PeftModel, or None
     """Return the adapted model of a version that also has the weights of its base, else None."""
     if "config" not in saved.about:
         return None
@@ -264,12 +277,7 @@ def _with_own_base(saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel, or 
     return adapted if whole else None
 
 
-def _write_alone(
-    saved: SavedModel,
-    folder: Path,
-    model: Any,  # noqa: ANN401 - a base model, or None
-    options: Mapping[str, Any],
-) -> None:
+def _write_alone(saved: SavedModel, folder: Path, model: Any, options: Mapping[str, Any]) -> None:
     """Write each adapter to the folder that PEFT reads it from."""
     adapted = _adapted(model or empty_model(saved), saved)
     places = {name: folder if name == "default" else folder / name for name in saved.adapters}
@@ -283,7 +291,7 @@ def _write_alone(
         write_json(place / _ADAPTER_CONFIG, saved.adapters[name])
 
 
-def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel
+def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # a PeftModel
     """Return the weights of one adapter by their names in a file."""
     found: Mapping[str, torch.Tensor] = needed("peft").get_peft_model_state_dict(
         adapted, adapter_name=name, save_embedding_layers=False
@@ -291,13 +299,13 @@ def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
     return found
 
 
-def _base_model(saved: SavedModel) -> Any:  # noqa: ANN401 - a PreTrainedModel
+def _base_model(saved: SavedModel) -> Any:  # a PreTrainedModel
     """Return the base model that an adapter names, from a folder or the hub."""
     from transformers import AutoConfig
 
     name = next(iter(saved.adapters.values())).get("base_model_name_or_path")
     msg = f"{saved.ref!r} holds an adapter without the weights of its base model"
-    hint = "give it: export_pretrained(..., merge=True, model=base_model)"
+    hint = "give it: model=base_model"
     if not name:
         raise InvalidInputError(f"{msg}, and does not name it", hint=hint)
     try:
@@ -310,7 +318,7 @@ def _base_model(saved: SavedModel) -> Any:  # noqa: ANN401 - a PreTrainedModel
         ) from error
 
 
-def _adapted(base: Any, saved: SavedModel) -> Any:  # noqa: ANN401
+def _adapted(base: Any, saved: SavedModel) -> Any:
     """Return a base model with the adapters of a version, still without their weights.
 
     Raises
@@ -338,7 +346,7 @@ def _adapted(base: Any, saved: SavedModel) -> Any:  # noqa: ANN401
     return adapted
 
 
-def _filled(adapted: Any, saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel
+def _filled(adapted: Any, saved: SavedModel) -> Any:  # a PeftModel
     """Load the weights of the adapters, and the base model's weights that the version has.
 
     Raises

@@ -11,25 +11,27 @@ other's; for the other one there is :mod:`ckptstore.integrations.lightning`.
 
 from __future__ import annotations
 
-from ckptstore.errors import MissingDependencyError
+from ckptstore.integrations.libraries import library
 from ckptstore.integrations.lightning_callback import LoopState
-from ckptstore.integrations.lightning_loop import LoopIO
+from ckptstore.integrations.lightning_loop import LoopIO, ModelParallelParts
 
-try:
+with library("pytorch_lightning", "'ckptstore[lightning]'"):
     from lightning_fabric.plugins import CheckpointIO
     from pytorch_lightning.callbacks import Callback
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        "pytorch_lightning is not installed", hint="pip install 'ckptstore[lightning]'"
-    ) from error
+    from pytorch_lightning.strategies import ModelParallelStrategy
 
 
 class CkptStoreIO(LoopIO, CheckpointIO):  # type: ignore[misc]  # not followed by mypy
     """A ``CheckpointIO`` plugin that saves to a run and loads by ref.
 
-    For strategies that hold the whole state on rank 0 (one device, DDP). FSDP, DeepSpeed and
-    ModelParallel write files of their own and refuse such plugins.
+    For strategies that hold the whole state on rank 0 (one device, DDP), and for
+    :class:`CkptStoreModelParallel`. FSDPStrategy, DeepSpeed's and ModelParallelStrategy itself
+    write files of their own.
     """
+
+
+class CkptStoreModelParallel(ModelParallelParts, ModelParallelStrategy):  # type: ignore[misc]
+    """A ``ModelParallelStrategy`` (FSDP2, tensor parallel) that saves with the CkptStoreIO."""
 
 
 class CkptStoreCallback(LoopState, Callback):  # type: ignore[misc]  # not followed by mypy

@@ -60,7 +60,7 @@ def restore_mine(states: Mapping[str, Any]) -> bool:
     return True
 
 
-def _devices() -> Any:  # noqa: ANN401 - a module: torch.cuda, torch.xpu ...
+def _devices() -> Any:  # a module: torch.cuda, torch.xpu ...
     """Return the module of the machine's accelerator, if it has generators like CUDA's."""
     if not torch.accelerator.is_available():
         return None

@@ -8,7 +8,7 @@ is stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -20,9 +20,9 @@ def together() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def place() -> tuple[int, int]:
-    """Return the rank of this process, and the number of ranks."""
-    return (dist.get_rank(), dist.get_world_size()) if together() else (0, 1)
+def place(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return the rank of this process, and the number of ranks; of a group, if one is given."""
+    return (dist.get_rank(group), dist.get_world_size(group)) if together() else (0, 1)
 
 
 def from_first(make: Callable[[], T]) -> T:
@@ -53,10 +53,28 @@ def from_first(make: Callable[[], T]) -> T:
     return value
 
 
-def gathered(value: T) -> list[T]:
-    """Return the values of all ranks, by rank, on every rank. All ranks must call it."""
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks (of a group), by rank, on every rank. All must call it."""
     if not together():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def on_all(make: Callable[[], T]) -> T:
+    """Call a function on every rank and return its result. All ranks must call it.
+
+    Raises
+    ------
+    Exception
+        The function's error on the first rank that failed, raised on every rank.
+    """
+    try:
+        value, error = make(), None
+    except Exception as failure:  # noqa: BLE001 - told to all ranks, and raised by all
+        value, error = None, failure
+    for each in gathered(error):
+        if each is not None:
+            raise error or each
+    return cast("T", value)

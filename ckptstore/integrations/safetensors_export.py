@@ -10,26 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
-
-import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import sync_folder
-from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.ranges import Range, check_made, piece_ends, read_ranges
+from ckptstore.backends.transfers import operation
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.blocks import gather
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import PathFilter, Pattern
-from ckptstore.hashing import Hasher
-from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, plan_file
+from ckptstore.integrations.safetensors_plan import encode_header, plan_file
+from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile, Weight
 from ckptstore.model import Version
-from ckptstore.repo import Repo
 from ckptstore.store import Store
 
 _SUFFIX: Final = ".safetensors"
@@ -48,6 +42,7 @@ class Exported:
     """Paths of values that were asked for, but are no tensors: numbers, texts, generators."""
 
 
+@operation("export")
 def export_safetensors(
     store: Store,
     ref: str,
@@ -62,8 +57,7 @@ def export_safetensors(
     """Write the tensors of a version to a safetensors file; checks every byte.
 
     Tied tensors and views are written once for each path, NumPy arrays as tensors. Host memory
-    stays near ``EXPORT_WINDOW_BYTES``, but a tensor that is not stored row by row
-    (channels-last, transposed, a view, blocks of ranks) is held whole.
+    stays near ``EXPORT_WINDOW_BYTES``, unless a tensor is not stored row by row.
 
     Parameters
     ----------
@@ -102,13 +96,16 @@ def export_safetensors(
     version = store.resolve(ref)
     content = store._session.replicas.content(version)
     items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
-    header = encode_header(items, version)
+    plan = PlannedFile(encode_header(items, version), tuple(Weight(one, one) for one in items))
+    stream = FileStream(content, repo, plan, limits.EXPORT_WINDOW_BYTES)
     with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:
-        file.write(header)
-        total = sum(item.nbytes for item in items)
-        writer = _Writer(file=file, content=content, repo=repo, progress=progress, total=total)
-        writer.write(items)
-        size = _checked_size(file, header, items)
+        for part in stream.read(0, plan.nbytes):
+            file.write(part)
+            done, total = (size - len(plan.header) for size in (file.tell(), plan.nbytes))
+            progress(Progress(stage="export", done=done, total=total))
+        size = file.tell()
+        if size != plan.nbytes:  # the manifest and its skeleton were checked, so this is a bug
+            raise CorruptObjectError(f"{size} bytes were written, not {plan.nbytes}")
     return Exported(
         path=os.fspath(path),
         version=version,
@@ -127,125 +124,6 @@ def _check_name(path: Path) -> None:
         msg = f"{path} does not end in {_SUFFIX}, the format of the export"
         name = "NAME" if path.name == "-" or not path.name else path.stem or path.name
         raise InvalidInputError(msg, hint=f"call it {path.with_name(name + _SUFFIX)}")
-
-
-def _checked_size(file: BinaryIO, header: bytes, items: Sequence[FileTensor]) -> int:
-    """Return the number of bytes written, after comparing it with the header's."""
-    size = file.tell()
-    expected = len(header) + sum(item.nbytes for item in items)
-    if size != expected:  # the manifest and its skeleton were checked, so this is a bug
-        msg = f"{size} bytes were written, not {expected}"
-        raise CorruptObjectError(msg)
-    return size
-
-
-def _segments(content: Content, index: int) -> Iterator[Range]:
-    """Yield a tensor in parts of at most the window, or one piece if that is larger."""
-    item = ITEM_BYTES[content.manifest.tensors[index].dtype]
-    start = stop = 0
-    for end in (piece_ends(content.manifest, index) * item).tolist():
-        if stop > start and end - start > limits.EXPORT_WINDOW_BYTES:
-            yield Range(index=index, start=start, nbytes=stop - start, out=None)
-            start = stop
-        stop = end
-    if stop > start:
-        yield Range(index=index, start=start, nbytes=stop - start, out=None)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Writer:
-    """Writes tensors to a file; reads small ones many at a time, up to the window."""
-
-    file: BinaryIO
-    content: Content
-    repo: Repo
-    progress: ProgressCallback
-    total: int
-    done: int = 0
-    batch: list[Range] = field(default_factory=list)
-    batch_bytes: int = 0
-    made: Hasher = field(default_factory=Hasher)
-    """Of the tensor that is being read in parts; one comes after the other."""
-
-    def write(self, items: Sequence[FileTensor]) -> None:
-        """Write all tensors, in the order of the file."""
-        for item in items:
-            if item.streams:
-                for segment in _segments(self.content, item.index):
-                    self._add(segment)
-            elif item.nbytes:
-                self._flush()
-                self._write_rearranged(item)
-        self._flush()
-
-    def _add(self, segment: Range) -> None:
-        """Append the next segment of the file."""
-        if self.batch_bytes + segment.nbytes > limits.EXPORT_WINDOW_BYTES:
-            self._flush()
-        self.batch.append(segment)
-        self.batch_bytes += segment.nbytes
-
-    def _flush(self) -> None:
-        """Write the collected segments."""
-        memory = memoryview(bytearray(self.batch_bytes))
-        ranges: list[Range] = []
-        at = 0
-        for part in self.batch:
-            ranges.append(replace(part, out=memory[at : at + part.nbytes]))
-            at += part.nbytes
-        self._read(ranges)
-        for one in ranges:
-            self._check(one)
-        self.file.write(memory)
-        self.done += self.batch_bytes
-        self.batch, self.batch_bytes = [], 0
-
-    def _check(self, one: Range) -> None:
-        """Compare a derived tensor with its digest, once all of it was read."""
-        record = self.content.manifest.tensors[one.index]
-        if record.recipe is None or one.out is None or one.nbytes == record.nbytes:
-            return  # tensors read whole are compared by their reader
-        if one.start == 0:
-            self.made = Hasher()
-        self.made.update(one.out)
-        if one.start + one.nbytes == record.nbytes:
-            check_made(self.content, one.index, self.made)
-
-    def _write_rearranged(self, item: FileTensor) -> None:
-        """Write a tensor whose stored order is not the file's."""
-        record = self.content.manifest.tensors[item.index]
-        memory = memoryview(bytearray(record.nbytes))
-        self._read([Range(index=item.index, start=0, nbytes=len(memory), out=memory)])
-        if record.blocks is not None:
-            stored, memory = memory, memoryview(bytearray(record.nbytes))
-            gather(record.blocks, record.shape, ITEM_BYTES[record.dtype], stored, memory)
-        element = np.dtype(f"V{ITEM_BYTES[item.dtype]}")
-        if item.view is not None:
-            offset, steps = item.view
-            strides = [step * element.itemsize for step in steps]
-            array = np.ndarray(item.shape, element, memory, offset, strides)
-        else:
-            order = range(len(item.shape)) if item.order is None else item.order
-            dense = np.frombuffer(memory, element).reshape([item.shape[dim] for dim in order])
-            array = dense.transpose(np.argsort(order))
-        self.file.write(np.ascontiguousarray(array).tobytes())
-        self.done += item.nbytes
-
-    def _read(self, ranges: Sequence[Range]) -> None:
-        base = self.done
-
-        def step(part: Progress) -> None:
-            done = min(base + part.done, self.total)
-            self.progress(Progress(stage="export", done=done, total=self.total))
-
-        if ranges:
-            read_ranges(
-                self.content,
-                ranges,
-                backend=self.repo.backend,
-                options=self.repo.options,
-                progress=step,
-            )
 
 
 @contextmanager

@@ -20,19 +20,11 @@ from ckptstore.format.skeleton import MAPS, SEQUENCES, Leaf, Node, decode_key, p
 from ckptstore.model import Version
 
 SAFETENSORS_DTYPES: Final[Mapping[str, str]] = {
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
     "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
@@ -100,7 +92,7 @@ def plan_file(
         if not name or name in items or name == "__metadata__":
             msg = f"{text!r} would be the second tensor {name!r} in the file, or has no name"
             raise InvalidInputError(msg, hint="leave one of them out with exclude")
-        items[name] = _item(name, text, leaf, content)
+        items[name] = file_tensor(name, leaf, content)
     wanted.check_all_used()
     if not items:
         msg = "there is no tensor to export"
@@ -110,7 +102,15 @@ def plan_file(
     return order, tuple(left_out)
 
 
-def _item(name: str, text: str, leaf: Leaf, content: Content) -> FileTensor:
+def file_tensor(name: str, leaf: Leaf, content: Content) -> FileTensor:
+    """Return one tensor of a file.
+
+    Raises
+    ------
+    StateError
+        A safetensors file cannot hold it.
+    """
+    text = path_text(leaf.path)
     record = content.manifest.tensors[leaf.index]
     node = leaf.node
     dtype, shape, order = record.dtype, record.shape, record.order
@@ -160,16 +160,20 @@ def _plain_values(node: Node, path: Path) -> Iterator[Path]:
         yield from _plain_values(node[2], path)
 
 
-def encode_header(items: Sequence[FileTensor], version: Version) -> bytes:
-    """Return the length and the header, padded so that the data is aligned to 8 bytes."""
-    entries: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            "ckptstore.run": version.run,
-            "ckptstore.step": str(version.step),
-            "ckptstore.version": version.id,
-        }
-    }
+def encode_header(items: Sequence[FileTensor], version: Version | None = None) -> bytes:
+    """Return the length and the header, padded so that the data is aligned to 8 bytes.
+
+    Parameters
+    ----------
+    version
+        Named in the header's metadata; None for the metadata that ``save_pretrained`` writes.
+    """
+    metadata = {"format": "pt"}
+    if version is not None:
+        metadata["ckptstore.run"] = version.run
+        metadata["ckptstore.step"] = str(version.step)
+        metadata["ckptstore.version"] = version.id
+    entries: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for item in items:
         entries[item.name] = {

@@ -19,40 +19,34 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
+from ckptstore import errors
 from ckptstore.checkpoint.selection import BESIDE
-from ckptstore.errors import (
-    InvalidInputError,
-    PolicyError,
-    RunNotFoundError,
-    StateError,
-    TensorNotFoundError,
-    VersionNotFoundError,
-)
+from ckptstore.integrations import sharded_states as sharded
 from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.model_names import set_whole
+from ckptstore.integrations.preemption import Preemption
 from ckptstore.integrations.pretrained import describe_model, export_pretrained
 from ckptstore.integrations.randomness import capture_all, restore_mine
-from ckptstore.integrations.ranks import from_first, place
+from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
+from ckptstore.resuming.witness import Witness
+from ckptstore.saver.pending import PendingSave
+from ckptstore.store import Run
 from ckptstore.store.loading import load
 from ckptstore.store.retaining import remove
 from ckptstore.store.version_lookup import named_version
-
-if TYPE_CHECKING:
-    import torch
-
-    from ckptstore.integrations.preemption import Preemption
-    from ckptstore.saver.pending import PendingSave
-    from ckptstore.store import Run
 
 __all__ = ["StoreTrainerMixin", "export_pretrained"]
 
 _STATE_FILE: Final = "trainer_state.json"
 _NOT_METRICS: Final = ("epoch", "step", "total_flos")
 _ENDINGS: Final = ("_runtime", "_per_second")
-_ELSEWHERE: Final = "save with torch.distributed.checkpoint: docs/howto/torch-distributed.md"
 
 
 class StoreTrainerMixin:
@@ -75,13 +69,19 @@ class StoreTrainerMixin:
     preemption
         Checked after every step: when all ranks agree to stop, a version is saved and ``train``
         returns. Exit with ``preemption.exit_code`` then.
+    trained_only
+        Versions leave out frozen parameters, except those of adapters of PEFT: the weights of a
+        base model that is the same in each version. A resume begins with the same base model.
+    witness
+        Note what the training is after each save, and compare a resumed one with it; see
+        :class:`ckptstore.Witness`. The report is logged, and kept with the version.
     args, kwargs
         For the trainer.
 
     Raises
     ------
     InvalidInputError
-        The training shards its state (FSDP, DeepSpeed), or pushes every save to the hub; or `run`
+        The training uses DeepSpeed or XLA's FSDP, or pushes every save to the hub; or `run`
         is no run of a store.
     """
 
@@ -93,23 +93,31 @@ class StoreTrainerMixin:
         optimizer: Any
         lr_scheduler: Any
         accelerator: Any
+        is_fsdp_enabled: bool
         callback_handler: Any
         processing_class: Any
 
     def __init__(
         self,
-        *args: Any,  # noqa: ANN401 - as Trainer
+        *args: Any,
         run: Run,
         background: bool = False,
         preemption: Preemption | None = None,
-        **kwargs: Any,  # noqa: ANN401 - as Trainer
+        trained_only: bool = False,
+        witness: bool = False,
+        **kwargs: Any,
     ) -> None:
         check_run(run)
         self._run = run
         self._background = background
         self._preemption = preemption
+        self._trained_only = trained_only
+        self._watches = witness
+        self._witness: Witness | None = None
+        self._last: dict[str, Any] | None = None
+        """Loss and batch of the step that was done last, until the witness has seen it."""
         self._resumed: dict[str, Any] | None = None
-        self._pending: PendingSave | None = None
+        self._pending: PendingSave | sharded.PendingShards | None = None
         _check_hub(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, **kwargs)
         self._check_sharding()
@@ -117,14 +125,18 @@ class StoreTrainerMixin:
             self.callback_handler.add_callback(_stop_when_asked(preemption))
 
     def _check_sharding(self) -> None:
-        sharding = [
-            name
-            for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_enabled")
-            if getattr(self, name, False)
-        ]
-        if sharding:
-            msg = f"{sharding[0]}: no rank holds the whole state, which this saves"
-            raise InvalidInputError(msg, hint=_ELSEWHERE)
+        other = [getattr(self, f"is_{name}_enabled", False) for name in ("deepspeed", "fsdp_xla")]
+        if any(other):
+            msg = "states of DeepSpeed and XLA's FSDP are not saved"
+            hint = "use FSDP2: fsdp=True, fsdp_config={'version': 2}"
+            if other[0]:
+                hint += "; or its folders: deepspeed.checkpoint.ds_to_universal, ckptstore import"
+            raise errors.InvalidInputError(msg, hint=hint)
+
+    def _parts(self) -> dict[str, sharded.Part]:
+        """Return model and optimizer by their paths in a version."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        return {"model": self.model, "optimizer": (self.model, inner)}
 
     @property
     def has_version(self) -> bool:
@@ -143,17 +155,13 @@ class StoreTrainerMixin:
             return True
         try:
             self._run.load(f"#{head.id}", include=["trainer_state"])
-        except TensorNotFoundError:
+        except errors.TensorNotFoundError:
             return False
         return True
 
     # --- resuming -----------------------------------------------------------------------------
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        **kwargs: Any,  # noqa: ANN401 - as Trainer
-    ) -> Any:  # noqa: ANN401 - a TrainOutput
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train; see ``Trainer.train``. Returns when every version is durable.
 
         Parameters
@@ -175,11 +183,15 @@ class StoreTrainerMixin:
         if not ref or Path(str(ref)).is_dir():
             return self._train(ref or None, kwargs)
         one = from_first(lambda: self._named(str(ref)).id)
-        self._resumed = load(self._run, f"#{one}")
+        will_be = self.is_fsdp_enabled and (self.accelerator.is_fsdp2 or place()[1] > 1)
+        divided = will_be or sharded.is_sharded(self.model)
+        parts = ["model", "optimizer.state"] if divided else []
+        found = on_all(lambda: load(self._run, f"#{one}", exclude=parts))
+        self._resumed = {"model": None, "version": f"#{one}", **found} if divided else found
         if not {"trainer_state", "model"} <= self._resumed.keys():
             self._resumed = None
             msg = f"{self._run.name}: {ref!r} was not saved by a Trainer: it has no trainer_state"
-            raise StateError(msg, hint="to begin with its weights, load them into the model")
+            raise errors.StateError(msg, hint="to begin with its weights, load them into the model")
         try:
             with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
                 state = {**self._resumed["trainer_state"], "best_model_checkpoint": None}
@@ -189,17 +201,45 @@ class StoreTrainerMixin:
         finally:
             self._resumed = None
 
-    def _train(self, folder: object, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        done = super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
+    def _train(self, folder: object, kwargs: Mapping[str, Any]) -> Any:
+        try:
+            done = super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
+            self._watch()
+        finally:
+            witness, self._witness, self._last = self._witness, None, None
+            if witness is not None:
+                witness.close()
         self._settle()
         return done
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do a step, as ``Trainer``; show the one before to the witness, which is complete now."""
+        self._watch()
+        loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if self._watches:
+            self._last = {"loss": loss, "batch": inputs}
+        return loss
+
+    def _watch(self) -> None:
+        """Show the step that was done last to the witness; make that first. All ranks call it."""
+        if not self._watches:
+            return
+        if self._witness is None:
+            from ckptstore.resuming.witness import Witness
+
+            inner = getattr(self.optimizer, "optimizer", self.optimizer)
+            objects = {"model": self.model, "optimizer": inner, "scheduler": self.lr_scheduler}
+            self._witness = Witness(self._run, **objects)
+        last, self._last = self._last, None
+        if last is not None:
+            self._witness.step(**last)
 
     def _named(self, ref: str) -> Version:
         if "@" in ref or ref.startswith("#"):
             return named_version(self._run._session.repo, ref)
         return self._run.resolve(ref)
 
-    def _init_training_state(self, *args: Any) -> Any:  # noqa: ANN401 - as Trainer
+    def _init_training_state(self, *args: Any) -> Any:  # as Trainer
         found = super()._init_training_state(*args)  # type: ignore[misc]
         if self._resumed is not None:
             self.state.best_model_checkpoint = self._resumed["trainer_state"].get(
@@ -208,25 +248,31 @@ class StoreTrainerMixin:
         return found
 
     def _load_from_checkpoint(
-        self,
-        resume_from_checkpoint: str,
-        model: torch.nn.Module | None = None,
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
         if self._resumed is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
             weights = self._resumed.pop("model")  # not held in memory for the whole training
-            self._fill(model if model is not None else self.model, weights)
+            into = model if model is not None else self.model
+            self._fill(into, weights, self._resumed.get("version", ""))
 
-    def _fill(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        loaded = model.load_state_dict(weights, strict=False)
+    def _fill(self, model: torch.nn.Module, weights: Any, ref: str) -> None:
+        if sharded.is_sharded(model):
+            sharded.fill(self._run, ref, {"model": model}, {})
+            return
+        loaded = set_whole(model, weights)
         self._issue_warnings_after_load(loaded)  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif "optimizer" in self._resumed:
-            self.optimizer.load_state_dict(self._resumed["optimizer"])
+            if sharded.is_sharded(self.model):
+                part = {"optimizer": self._parts()["optimizer"]}
+                sharded.fill(self._run, self._resumed["version"], part, self._resumed)
+            else:
+                self.optimizer.load_state_dict(self._resumed["optimizer"])
             self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
             if not self.args.auto_find_batch_size:  # else a later try may need it again
                 del self._resumed["optimizer"]
@@ -242,6 +288,7 @@ class StoreTrainerMixin:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif "rng" in self._resumed:
             restore_mine(self._resumed["rng"])
+            self._watch()  # all is restored, and nothing is drawn yet
 
     def _load_best_model(self) -> None:
         if self._preemption is not None and self._preemption.requested:
@@ -252,15 +299,18 @@ class StoreTrainerMixin:
             return
         self._settle()
         one = from_first(lambda: self._named(ref).id)
-        state = load(self._run, f"#{one}", include=["model"])
-        self._fill(self.model, state["model"])
+        wanted = ["trainer_state" if sharded.is_sharded(self.model) else "model"]
+        state = on_all(lambda: load(self._run, f"#{one}", include=wanted))
+        self._fill(self.model, state.get("model"), f"#{one}")
 
     # --- saving -------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
         if trial is not None:
             msg = "a hyper-parameter search needs a run for each trial"
-            raise InvalidInputError(msg, hint="make one trainer for each, each with its own run")
+            raise errors.InvalidInputError(
+                msg, hint="make one trainer for each, each with its own run"
+            )
         self.store_flos()  # type: ignore[attr-defined]
         self._settle()
         step = int(self.state.global_step)
@@ -268,14 +318,21 @@ class StoreTrainerMixin:
         if best and from_first(lambda: best == step or self._at(best) is not None):
             self.state.best_model_checkpoint = f"{self._run.name}@{best}"
         self._collect_callbacks()
+        self._watch()
+        noted = {} if self._witness is None else self._witness.metadata()
         state = self._whole_state()
         wanted: dict[str, Any] = {
             "step": step,
             "metrics": self._metrics(step),
-            "metadata": {"transformers": {"epoch": self.state.epoch}},
+            "metadata": {"transformers": {"epoch": self.state.epoch}, **noted},
             "roles": {BESIDE: "weights"},  # ageing keeps it with the weights
         }
-        if not self._background:
+        if sharded.is_sharded(self.model) and not sharded.wants_full(self.accelerator):
+            keys, wanted["background"] = ("model", "optimizer"), self._background
+            self._pending = sharded.save_parts(self._run, state, keys, **wanted)
+            if not self._background:
+                self._finish()
+        elif not self._background:
             from_first(lambda: self._run.save(state, **wanted).id)  # all ranks raise its error
             self._rotate()
         elif place()[0] == 0:
@@ -283,9 +340,13 @@ class StoreTrainerMixin:
 
     def _whole_state(self) -> dict[str, Any]:
         """Return the state to save as a version. All ranks call it."""
-        state: dict[str, Any] = {"model": self.model.state_dict()}
+        full = sharded.wants_full(self.accelerator)
+        state: dict[str, Any] = {
+            path: sharded.state_of(part, full=full, trained_only=self._trained_only)
+            for path, part in self._parts().items()
+            if path == "model" or not self.args.save_only_model
+        }
         if not self.args.save_only_model:
-            state["optimizer"] = self.optimizer.state_dict()
             state["scheduler"] = self.lr_scheduler.state_dict()
             scaler = getattr(self.accelerator, "scaler", None)
             if scaler is not None:
@@ -310,24 +371,19 @@ class StoreTrainerMixin:
 
     def _metrics(self, step: int) -> dict[str, float]:
         """Return the numbers that were logged at a step."""
-        found: dict[str, float] = {}
-        for entry in self.state.log_history:
-            if entry.get("step") == step:
-                found.update(
-                    {
-                        name: float(value)
-                        for name, value in entry.items()
-                        if isinstance(value, int | float)
-                        and name not in _NOT_METRICS
-                        and not name.endswith(_ENDINGS)
-                    }
-                )
-        return found
+        logged = [entry.items() for entry in self.state.log_history if entry.get("step") == step]
+        return {
+            name: float(value)
+            for name, value in chain(*logged)
+            if isinstance(value, int | float)
+            and name not in _NOT_METRICS
+            and not name.endswith(_ENDINGS)
+        }
 
     def _at(self, step: int) -> Version | None:
         try:
             return self._run.resolve(step)
-        except (RunNotFoundError, VersionNotFoundError):
+        except (errors.RunNotFoundError, errors.VersionNotFoundError):
             return None
 
     def _settle(self) -> None:
@@ -357,28 +413,30 @@ class StoreTrainerMixin:
         for version in [each for each in mine if each.id not in safe][: max(0, over)]:
             try:
                 remove(self._run._session, [f"#{version.id}"], reason="over save_total_limit")
-            except PolicyError:
+            except errors.PolicyError:
                 continue  # pinned, tagged, or the only verified one: kept on purpose
 
 
-def _check_hub(arguments: Any) -> None:  # noqa: ANN401 - TrainingArguments, or None for the default
+def _check_hub(arguments: Any) -> None:  # TrainingArguments, or None for the default
     strategy = str(getattr(arguments, "hub_strategy", "")).rpartition(".")[2].lower()
     if getattr(arguments, "push_to_hub", False) and strategy != "end":
         msg = "push_to_hub needs a folder at every save"
-        raise InvalidInputError(msg, hint="set hub_strategy='end', or push an exported folder")
+        raise errors.InvalidInputError(
+            msg, hint="set hub_strategy='end', or push an exported folder"
+        )
 
 
-def _stop_when_asked(preemption: Preemption) -> Any:  # noqa: ANN401 - a TrainerCallback
+def _stop_when_asked(preemption: Preemption) -> Any:  # a TrainerCallback
     """Return a callback that saves and stops at the step that all ranks agree on."""
     from transformers import TrainerCallback
 
     class StopWhenAsked(TrainerCallback):  # type: ignore[misc]  # not followed by mypy
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if preemption.should_stop(state.global_step):
                 control.should_save = control.should_training_stop = True
                 control.should_evaluate = False
 
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if preemption.stop_at is not None:  # on_step_end saved it
                 control.should_save = control.should_evaluate = False
 

@@ -39,11 +39,11 @@ from ckptstore import limits
 from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
-from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import open_store
+from ckptstore.suggestions import did_you_mean
 
 _Texts: TypeAlias = str | list[str]
 
@@ -87,8 +87,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
     """Threads on either side; by default the usable processors."""
     engine: str = THREADS
-    """Engine of copies, scrubs and collections: ``threads`` of the job, ``processes``,
-    ``dask:local`` or ``dask://HOST:PORT``."""
+    """Engine of copies, scrubs and collections: ``threads`` of the job, or ``dask://HOST:PORT``."""
     tasks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Number of concurrent tasks of an engine other than ``threads``; by default its workers."""
 
@@ -135,7 +134,8 @@ class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Selection of versions of the target that move to a colder storage class."""
 
     storage_class: str = msgspec.field(name="class")
-    """The storage's own name: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE`` ..."""
+    """The storage's own name: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE``,
+    ``Archive`` ..."""
     min_age: str | None = None
     """Only versions saved at least this long ago, such as ``30d``."""
     keep_hot: _Texts | None = None
@@ -175,23 +175,20 @@ def read_job(path: str | os.PathLike[str]) -> Job:
             data = file.read(limits.JOB_BYTES_MAX + 1)
     except FileNotFoundError as error:
         msg = f"there is no job file {str(where)!r}"
-        raise NotFoundError(
-            msg, hint="see docs/howto/archival-jobs.md for one to begin with"
-        ) from error
+        hint = "see docs/howto/archival-jobs.md for one to begin with"
+        raise NotFoundError(msg, hint=hint) from error
     except OSError as error:
         msg = f"the job file {str(where)!r} cannot be read: {error.strerror}"
         raise InvalidInputError(msg) from error
     if len(data) > limits.JOB_BYTES_MAX:
-        msg = f"{where}: more than {limits.JOB_BYTES_MAX} bytes"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"{where}: more than {limits.JOB_BYTES_MAX} bytes")
     try:
         tables = tomllib.loads(data.decode())
         _check_words(tables, Job)
         job = msgspec.convert(tables, Job)
         _check(job)
     except InvalidInputError as error:
-        msg = f"{where}: {error.message}"
-        raise InvalidInputError(msg, hint=error.hint) from error
+        raise InvalidInputError(f"{where}: {error.message}", hint=error.hint) from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         # A ValueError is of the text, of TOML or of numbers.
         msg = f"{where}: {str(error)[:_SHOWN]}"
@@ -222,8 +219,7 @@ def _check(job: Job) -> None:
         meant = {PLACE} if place.url.startswith(PREFIX) else set()
         with _named(f"{name}.options"):
             if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
-                msg = f"{own[0]!r} is not an option of the storage library"
-                raise InvalidInputError(msg)
+                raise InvalidInputError(f"{own[0]!r} is not an option of the storage library")
     archive, retain = job.archive, job.retain
     checks: list[tuple[str, object, Callable[[Any], object]]] = [
         ("select.older_than", job.select.older_than, parse_duration),
@@ -279,5 +275,4 @@ def _named(place: str) -> Iterator[None]:
     try:
         yield
     except (InvalidInputError, PolicyError) as error:
-        msg = f"{place}: {error.message}"
-        raise InvalidInputError(msg, hint=error.hint) from error
+        raise InvalidInputError(f"{place}: {error.message}", hint=error.hint) from error

@@ -54,5 +54,5 @@ def replace_file(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         msg = f"{path} cannot be written: {error.strerror or error}"
-        hint = "free space there, or name a file in a folder that can be written to"
+        hint = "name a file in a folder that exists, can be written to and has space"
         raise StorageError(msg, hint=hint) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
+from ckptstore import errors
 from ckptstore.maintenance.reports.prometheus_text import metric
 
 StepName: TypeAlias = Literal[
@@ -76,8 +76,8 @@ class JobReport:
         """Code of the first step that failed; 7 if only a version is late; else 0."""
         for step in self.steps:
             if not step.ok:
-                return step.exit_code or CkptStoreError.exit_code
-        return PolicyError.exit_code if self.overdue else 0
+                return step.exit_code or errors.CkptStoreError.exit_code
+        return errors.PolicyError.exit_code if self.overdue else 0
 
 
 def exposition(name: str, report: JobReport | None, *, now_s: float) -> str:
@@ -108,14 +108,10 @@ def _figures(report: JobReport) -> list[tuple[str, str, float]]:
     """Return name, text and value of each figure of a report."""
     replicated = next((step for step in report.steps if step.name == "replicate"), None)
     result: Mapping[str, Any] = {} if replicated is None else replicated.result
-    oldest_s = max((late.age_s for late in report.overdue), default=0.0)
+    late, oldest_s = len(report.overdue), max((one.age_s for one in report.overdue), default=0.0)
     return [
         ("seconds", "What it took.", report.seconds),
-        (
-            "overdue_versions",
-            "Versions that should be in the target and are not.",
-            len(report.overdue),
-        ),
+        ("overdue_versions", "Versions that should be in the target and are not.", late),
         ("overdue_seconds", "Age of the oldest of them.", oldest_s),
         ("replicated_versions", "Versions that the last run copied.", result.get("copied", 0)),
         ("replicated_bytes", "Bytes that travelled.", result.get("chunk_bytes", 0)),
@@ -125,10 +121,10 @@ def _figures(report: JobReport) -> list[tuple[str, str, float]]:
 def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:
     """Return the failure that a step's figures report, with its exit code; empty and 0 for none."""
     failures, skipped = result.get("failures"), result.get("skipped")
-    if failures and all(one.get("kind") == ColdObjectError.kind for one in failures):
-        return f"{len(failures)} versions are cold: thaw them", ColdObjectError.exit_code
+    if failures and all(one.get("kind") == errors.ColdObjectError.kind for one in failures):
+        return f"{len(failures)} versions are cold: thaw them", errors.ColdObjectError.exit_code
     if failures:
-        return f"{len(failures)} versions are damaged", IntegrityError.exit_code
+        return f"{len(failures)} versions are damaged", errors.IntegrityError.exit_code
     if skipped:
-        return f"{len(skipped)} packs could not be moved", PolicyError.exit_code
+        return f"{len(skipped)} packs could not be moved", errors.PolicyError.exit_code
     return "", 0

@@ -7,6 +7,7 @@ inside its commits. The next run finishes one that was killed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,16 +20,17 @@ from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.jobs.job_file import Archive, Job
+from ckptstore.jobs.job_file import Archive, Job, Place
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.jobs.source_retention import is_settled, retain_source, retained
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.replicas.evict import evict
 from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
 from ckptstore.maintenance.retention.retain import retain
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.store import Store, open_store
 from ckptstore.store.opening import open_target_of
 from ckptstore.store.replicating import missing
@@ -68,7 +70,7 @@ def run_job(
         A store cannot be opened, or the selection names nothing. Nothing was done.
     """
     began = environment.monotonic()
-    now_s = environment.now_ms() / 1000
+    began_at = _moment(environment.now_ms() / 1000)
     with ExitStack() as stack:
         source, target = _opened(stack, job, dry_run=dry_run)
         if since_target not in ("", target.info.store_id):
@@ -78,20 +80,20 @@ def run_job(
             source=source,
             target=target,
             dry_run=dry_run,
-            now_s=now_s,
+            times=StorageTimes(source.repo),
             since_s=since_s,
             environment=environment,
             progress=progress,
         )
+        covered_s = max(0.0, run.times.seen_until_s() - run.age(job.select.older_than))
         run.work()
-        covered_s = max(0.0, now_s - run.age(job.select.older_than))
         return JobReport(
             name=job.name,
             source=source.url,
             target=_shown(job.target.url) if dry_run else target.url,
             target_id=target.info.store_id,
             dry_run=dry_run,
-            began_at=_moment(now_s),
+            began_at=began_at,
             covered_until=_moment(covered_s),
             seconds=environment.monotonic() - began,
             steps=tuple(run.steps),
@@ -102,32 +104,25 @@ def run_job(
 def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]:
     """Return source and target, two stores, which the stack closes."""
     with _told_which("source", job.source.url):
+        workers, words = job.copy.workers or workers_default(), _words(job.source)
         source = stack.enter_context(
-            open_store(
-                job.source.url,
-                read_only=dry_run,
-                single_writer=job.source.single_writer,
-                encryption_key=job.source.key,
-                workers=job.copy.workers or workers_default(),
-                **job.source.options,
-            )
+            open_store(job.source.url, read_only=dry_run, workers=workers, **words)
         )
     _selected(source, job)  # refuses a selection that names nothing before a store is made
     with _told_which("target", job.target.url):
         target = stack.enter_context(
-            open_target_of(
-                source,
-                job.target.url,
-                dry_run=dry_run,
-                single_writer=job.target.single_writer,
-                encryption_key=job.target.key,
-                **job.target.options,
-            )
+            open_target_of(source, job.target.url, dry_run=dry_run, **_words(job.target))
         )
     if source.info.store_id == target.info.store_id:
         msg = f"the source and the target of the job {job.name!r} are one store"
         raise ConflictError(msg, hint="name two stores, neither a copy of the other")
     return source, target
+
+
+def _words(place: Place) -> dict[str, Any]:
+    """Return the options with which a store is opened."""
+    own = {"single_writer": place.single_writer, "encryption_key": place.key}
+    return {**place.options, **own}
 
 
 def _selected(source: Store, job: Job) -> list[Version]:
@@ -173,7 +168,8 @@ class _Run:
     source: Store
     target: Store
     dry_run: bool
-    now_s: float
+    times: StorageTimes
+    """Of the source."""
     since_s: float | None
     environment: Environment
     progress: ProgressCallback
@@ -208,11 +204,15 @@ class _Run:
 
     def chosen(self, older_than: str | None, *, since_s: float | None = None) -> list[Version]:
         """Return the selected versions that were saved within the wanted time."""
-        since = self.age(self.job.select.since)
-        earliest = max(self.now_s - since if since else 0.0, since_s or 0.0)
-        latest = self.now_s - self.age(older_than)
+        since, least_s = self.age(self.job.select.since), self.age(older_than)
         versions = _selected(self.source, self.job)
-        return [v for v in versions if earliest <= v.created_at.timestamp() <= latest]
+        if not (since or since_s or least_s):
+            return versions
+        now_s, saved_s = self.times.now_s(), self.times.saved_s
+        earliest = max(now_s - since if since else 0.0, since_s or 0.0)
+        # Where the storage tells no times, versions are as new as the moment in which one asks.
+        latest = now_s - least_s if least_s else math.inf
+        return [one for one in versions if earliest <= saved_s(one) <= latest]
 
     def age(self, text: str | None) -> float:
         """Return the seconds of a duration; 0 for none."""
@@ -232,12 +232,7 @@ class _Run:
         seconds = self.environment.monotonic() - began
         self.steps.append(
             StepReport(
-                name=name,
-                ok=not error,
-                seconds=seconds,
-                result=result,
-                error=error,
-                exit_code=code,
+                name=name, ok=not error, seconds=seconds, result=result, error=error, exit_code=code
             )
         )
         return not error
@@ -310,13 +305,10 @@ class _Run:
             pin=self.job.retain.pin_evicted,
             dry_run=self.dry_run,
         )
+        listed = ("evicted", "pinned", "unpinned", "missed", "returned")
         return {
-            "evicted": len(report.evicted),
-            "pinned": len(report.pinned),
-            "unpinned": len(report.unpinned),
+            **{name: len(getattr(report, name)) for name in listed},
             "reclaimable_bytes": report.reclaimable_bytes,
-            "missed": len(report.missed),
-            "returned": len(report.returned),
             "failures": [asdict(failure) for failure in report.lost],
         }
 
@@ -368,8 +360,5 @@ class _Run:
         for version in self.chosen(after):
             one = there.has_version(version.id) and there.version(version.id)
             if not one or not (is_settled(one) or (one.level != "record" and not one.damaged)):
-                age = self.now_s - version.created_at.timestamp()
-                late.append(
-                    Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
-                )
+                late.append(Overdue(**naming(version), age_s=self.times.age_s(version)))
         return late

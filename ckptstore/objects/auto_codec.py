@@ -20,7 +20,7 @@ Why, and what was measured: docs/design/0015-pipeline.md.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from ckptstore import limits
@@ -127,13 +127,7 @@ class CodecVerdict:
 
     def entries(self) -> dict[str, float]:
         """Return its entries in the receipt of the save."""
-        return {
-            "auto_planes": float(self.planes),
-            "auto_raw_bytes_per_s": self.raw_bytes_per_s,
-            "auto_planes_bytes_per_s": self.planes_bytes_per_s,
-            "auto_measured": float(self.measured),
-            "auto_kept": float(self.kept),
-        }
+        return {f"auto_{name}": float(value) for name, value in asdict(self).items()}
 
 
 def verdict(known: Rates, *, workers: int) -> CodecVerdict:

@@ -7,11 +7,10 @@ their bases may lie elsewhere: the caller, who knows the whole table, does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -25,26 +24,25 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import Copied, ReadBack, altered, copy_chunks
 from ckptstore.objects.piece_reader import ReadItem, read_pieces
-from ckptstore.objects.plan import cut_rows
+from ckptstore.objects.plan import Items, cut_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTask:
     """Chunks that one task copies."""
 
-    source: Shared[Backend]
-    target: Shared[Backend]
-    options: Options
-    bytes_per_s: float
-    """Of its own; 0 for no limit."""
-    check: bool
-    """Read back what was written, but for deltas."""
+    copies: ChunkCopies
+    """As it does that itself: with its own share of the memory, the threads and the bandwidth."""
     table: PieceTable
     """What is copied, and behind it what deltas refer to."""
     labels: tuple[str, ...]
     """Of the tensors to which the pieces belong that are copied: the table's first rows."""
     whole_bytes: int
     """Stored bytes of all tasks; 0 where nothing is written."""
+
+    def items(self) -> list[ReadItem]:
+        """Return what is copied, for a call of this process."""
+        return [ReadItem(row=row, out=None, label=label) for row, label in enumerate(self.labels)]
 
 
 def copy_part(task: CopyTask) -> Copied:
@@ -59,18 +57,7 @@ def copy_part(task: CopyTask) -> Copied:
     StorageError
         One of the storages failed.
     """
-    target = _target(task)
-    return copy_chunks(
-        task.table,
-        [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
-        source=task.source.value,
-        target=target,
-        environment=SYSTEM,
-        options=task.options,
-        progress=silent,
-        after=ReadBack(target, SYSTEM) if task.check else None,
-        whole_bytes=task.whole_bytes,
-    )
+    return task.copies.copy(task.table, task.items(), silent, task.whole_bytes)
 
 
 def read_part(task: CopyTask) -> None:
@@ -83,24 +70,7 @@ def read_part(task: CopyTask) -> None:
     StorageError
         The storage failed.
     """
-    items = [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
-    _read_back(task.table, items, _target(task), task.options)
-
-
-def _read_back(
-    table: PieceTable, items: Sequence[ReadItem], target: Backend, options: Options
-) -> None:
-    try:
-        read_pieces(table, items, backend=target, options=options, progress=silent)
-    except IntegrityError as error:
-        raise altered(target.url, error) from error
-
-
-def _target(task: CopyTask) -> Backend:
-    """Return the target at the task's share of the bandwidth."""
-    if not task.bytes_per_s:
-        return task.target.value
-    return ThrottledBackend(task.target.value, bytes_per_s=task.bytes_per_s)
+    task.copies.read_back(task.table, task.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +90,7 @@ class ChunkCopies:
     """Read back what was written, but for what deltas decode to."""
 
     def copy(
-        self, table: PieceTable, items: Sequence[ReadItem], progress: ProgressCallback
+        self, table: PieceTable, items: Items, progress: ProgressCallback, whole_bytes: int = 0
     ) -> Copied:
         """Copy the chunks of pieces; see :func:`ckptstore.objects.copying.copy_chunks`.
 
@@ -140,11 +110,19 @@ class ChunkCopies:
                 options=self.options,
                 progress=progress,
                 after=ReadBack(target, self.environment) if self.check else None,
+                whole_bytes=whole_bytes,
             )
-        copied = Copied()
-        tasks, total = self._plan(self.engine, table, items)
-        done = 0
-        for _, part in self.engine.map_unordered(copy_part, tasks):
+        pack, offset, stored = (
+            column[[item.row for item in items]].tolist()
+            for column in (table.pack, table.offset, table.stored)
+        )
+        sizes = dict(zip(zip(pack, offset, strict=True), stored, strict=True))
+        total = sum(sizes.values()) + CHUNK_HEADER_BYTES * len(sizes)
+        most = max(self.target.value.capabilities.pack_bytes, limits.COPY_TASK_BYTES)
+        size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // self.engine.workers)))
+        copied, done = Copied(), 0
+        tasks = self._tasks(self.engine, table, items, size, total)
+        for part in self.engine.map(copy_part, tasks):
             copied.places.update(part.places)
             copied.pack_bytes += part.pack_bytes
             copied.packs_count += part.packs_count
@@ -154,7 +132,7 @@ class ChunkCopies:
             progress(Progress(stage="copy", done=min(done, total), total=total))
         return copied
 
-    def read_back(self, table: PieceTable, items: Sequence[ReadItem]) -> None:
+    def read_back(self, table: PieceTable, items: Items) -> None:
         """Read pieces from the target, where `table` says that they lie, as a load does.
 
         Raises
@@ -165,13 +143,15 @@ class ChunkCopies:
             The storage failed; WorkerDiedError of the engine.
         """
         if self.engine is None:
-            _read_back(table, items, self._throttled(), self.options)
+            target, options = self._throttled(), self.options
+            try:
+                read_pieces(table, items, backend=target, options=options, progress=silent)
+            except IntegrityError as error:
+                raise altered(target.url, error) from error
             return
-        labels = {item.row: item.label for item in items}
-        rows = np.fromiter(labels, np.int64, len(labels))
-        parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
-        tasks = (self._task(self.engine, table, part, labels, 0) for part in parts)
-        for _ in self.engine.map_unordered(read_part, tasks):
+        for _ in self.engine.map(
+            read_part, self._tasks(self.engine, table, items, limits.COPY_TASK_BYTES_MIN)
+        ):
             pass
 
     def _throttled(self) -> Backend:
@@ -182,40 +162,19 @@ class ChunkCopies:
             self.target.value, bytes_per_s=self.bytes_per_s, environment=self.environment
         )
 
-    def _task(
-        self,
-        engine: Engine,
-        table: PieceTable,
-        rows: npt.NDArray[np.int64],
-        labels: Mapping[int, str],
-        whole_bytes: int,
-    ) -> CopyTask:
-        return CopyTask(
-            source=self.source,
-            target=self.target,
-            options=engine.options_of_tasks(self.options),
-            bytes_per_s=self.bytes_per_s / engine.workers,
-            check=self.check,
-            table=table.take(rows),
-            labels=tuple(labels[row] for row in rows.tolist()),
-            whole_bytes=whole_bytes,
-        )
-
-    def _plan(
-        self, engine: Engine, table: PieceTable, items: Sequence[ReadItem]
-    ) -> tuple[Iterator[CopyTask], int]:
-        """Return the tasks, and the stored bytes of them all."""
+    def _tasks(
+        self, engine: Engine, table: PieceTable, items: Items, size: int, whole_bytes: int = 0
+    ) -> Iterator[CopyTask]:
+        """Yield tasks of `size` stored bytes each, with their shares of what tasks share."""
         labels = {item.row: item.label for item in items}
-        rows = np.fromiter(labels, np.int64, len(labels))
-        sizes = dict(
-            zip(
-                zip(table.pack[rows].tolist(), table.offset[rows].tolist(), strict=True),
-                table.stored[rows].tolist(),
-                strict=True,
+        for rows in cut_rows(table, np.fromiter(labels, np.int64), size):
+            own = replace(
+                self,
+                engine=None,
+                environment=SYSTEM,
+                options=engine.options_of_tasks(self.options),
+                bytes_per_s=self.bytes_per_s / engine.workers,
             )
-        )
-        total = sum(sizes.values()) + CHUNK_HEADER_BYTES * len(sizes)
-        most = max(self.target.value.capabilities.pack_bytes, limits.COPY_TASK_BYTES)
-        size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // engine.workers)))
-        parts = cut_rows(table, rows, size)
-        return (self._task(engine, table, part, labels, total) for part in parts), total
+            told = tuple(labels[row] for row in rows.tolist())
+            part = table.take(rows)
+            yield CopyTask(copies=own, table=part, labels=told, whole_bytes=whole_bytes)

@@ -13,28 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import DELTAS, Encoded, decoded, is_known
 from ckptstore.codecs.delta import BASE_ID_BYTES
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import Environment, Options
-from ckptstore.errors import (
-    ColdObjectError,
-    CorruptObjectError,
-    CorruptTensorError,
-    IntegrityError,
-    NotFoundError,
-    UnsupportedFeatureError,
-)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
+from ckptstore.objects.joining import C, Growing, Stored, join_chunks
 from ckptstore.objects.packs import After, PackSink, Placed, plan_packs
-from ckptstore.objects.plan import C, ChunkRead, ReadItem, Span, Stored, join_chunks, plan_spans
+from ckptstore.objects.plan import ChunkRead, ReadItem, Span, finer, plan_spans
 from ckptstore.objects.threads import in_threads
 
 
@@ -73,23 +66,11 @@ class StoredChunk:
 
 
 class Room:
-    """Memory of one thread, used again from request to request; grows to what it had to hold."""
+    """Memory of one thread: for what is read, and for what a chunk decodes to."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._decoded = bytearray()
-
-    def bytes(self, size: int) -> memoryview:
-        """Return memory for what is read; the same as at the last call."""
-        if len(self._bytes) < size:
-            self._bytes = bytearray(size)
-        return memoryview(self._bytes)[:size]
-
-    def decoded(self, size: int) -> memoryview:
-        """Return memory for what a chunk decodes to; the same as at the last call."""
-        if len(self._decoded) < size:
-            self._decoded = bytearray(size)
-        return memoryview(self._decoded)[:size]
+        self.bytes = Growing()
+        self.decoded = Growing()
 
 
 def _fetched(
@@ -139,7 +120,7 @@ def _taken(data: memoryview, chunk: Stored, *, where: str, room: Room) -> Stored
         raise broken(where, "stored bytes do not match their checksum")
     if not is_known(header.codec, header.layout):
         msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
-        raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
+        raise errors.UnsupportedFeatureError(msg, hint="upgrade ckptstore")
     raw = base_id = None
     if header.codec in DELTAS:
         base_id = bytes(body[:BASE_ID_BYTES])
@@ -186,10 +167,9 @@ def read_rows(
         yield found
 
 
-def broken(where: str, what: str) -> CorruptObjectError:
+def broken(where: str, what: str) -> errors.CorruptObjectError:
     """Return the error for a chunk that is not what it should be."""
-    msg = f"pack {where}: {what}"
-    return CorruptObjectError(msg)
+    return errors.CorruptObjectError(f"pack {where}: {what}")
 
 
 def copy_chunks(
@@ -233,11 +213,13 @@ def copy_chunks(
     StorageError
         One of the storages failed.
     """
-    spans = plan_spans(table, items, source.capabilities)
+    threads = max(options.workers, source.capabilities.concurrency)
+    spans = plan_spans(table, items, finer(source.capabilities, table, items, threads))
     total = sum(span.end - span.start for span in spans)
     capabilities = target.capabilities
-    per_thread = 2 * source.capabilities.read_bytes_max
-    threads = max(1, min(options.workers, options.host_bytes // per_thread, len(spans)))
+    per_thread = max((span.end - span.start for span in spans), default=1)
+    per_thread += max((chunk.raw_bytes for span in spans for chunk in span.chunks), default=0)
+    threads = max(1, min(threads, options.host_bytes // 2 // per_thread, len(spans)))
     reading_back = 0 if after is None else capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT
     plan = plan_packs(
         total,
@@ -288,12 +270,12 @@ class _Copying:
     def _span(self, turn: int, room: Room, span: Span) -> None:
         try:
             fetched = _fetched(self.source, span.pack, span.chunks, room)
-        except (CorruptObjectError, NotFoundError) as error:
+        except (errors.CorruptObjectError, errors.NotFoundError) as error:
             raise _lost(span.pack, span.chunks[0], error) from error
         for chunk, where, data in fetched:
             try:
                 found, chunk_id = self._chunk(where, chunk, data, room)
-            except CorruptObjectError as error:
+            except errors.CorruptObjectError as error:
                 raise _lost(span.pack, chunk, error) from error
             # May raise what was found out of packs of the target: not to be told as damage here.
             placed = self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
@@ -323,17 +305,18 @@ class _Copying:
 
 
 def _lost(
-    pack: str, chunk: ChunkRead, error: CorruptObjectError | NotFoundError
-) -> CorruptTensorError:
+    pack: str, chunk: ChunkRead, error: errors.CorruptObjectError | errors.NotFoundError
+) -> errors.CorruptTensorError:
     label = chunk.items[0].label
     msg = f"tensor {label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
-    return CorruptTensorError(msg, hint="run ckptstore verify; leave the tensor out (exclude)")
+    hint = "run ckptstore verify; leave the tensor out (exclude)"
+    return errors.CorruptTensorError(msg, hint=hint)
 
 
-def altered(url: str, error: IntegrityError) -> CorruptObjectError:
+def altered(url: str, error: errors.IntegrityError) -> errors.CorruptObjectError:
     """Return the error for a target that gives back something else than was written."""
     msg = f"{url} does not hold what was written there: {error.message}"
-    return CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
+    return errors.CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
 
 
 class ReadBack:
@@ -383,12 +366,12 @@ class ReadBack:
                 go_on()
                 for _ in read_rows(self._backend, pack, part, room):
                     pass
-        except ColdObjectError:
+        except errors.ColdObjectError:
             self.is_cold = True
-        except NotFoundError as error:
-            gone = CorruptObjectError(f"pack {pack} is gone")
+        except errors.NotFoundError as error:
+            gone = errors.CorruptObjectError(f"pack {pack} is gone")
             raise altered(self._backend.url, gone) from error
-        except IntegrityError as error:
+        except errors.IntegrityError as error:
             raise altered(self._backend.url, error) from error
         with self._lock:
             self._rooms.append(room)

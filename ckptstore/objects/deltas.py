@@ -165,7 +165,7 @@ class Keyframes:
                 return
             for row, base in found:
                 for at, start in ((base, True), (row, False)):
-                    place = (table.packs[int(table.pack[at])], int(table.offset[at]))
+                    place = table.chunk_of(at)
                     if place not in met:
                         met.add(place)
                         stored = int(table.stored[at]) + CHUNK_HEADER_BYTES

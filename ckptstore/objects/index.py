@@ -44,10 +44,10 @@ class Base:
 
 def location_of(table: PieceTable, row: int) -> Location:
     """Return where the piece in one row lies, and what it refers to if it is a delta."""
-    base = table.base_of(row)
+    base, (pack, offset) = table.base_of(row), table.chunk_of(row)
     return Location(
-        pack=table.packs[int(table.pack[row])],
-        offset=int(table.offset[row]),
+        pack=pack,
+        offset=offset,
         stored_bytes=int(table.stored[row]),
         inner=int(table.inner[row]),
         slab_bytes=int(table.slab[row]),
@@ -162,11 +162,7 @@ class KnownPieces:
     """
 
     def __init__(
-        self,
-        tables: Sequence[PieceTable],
-        *,
-        without: Collection[str] = (),
-        deltas: bool = True,
+        self, tables: Sequence[PieceTable], *, without: Collection[str] = (), deltas: bool = True
     ) -> None:
         self._deltas = deltas
         self._tables = [_Sorted(table) for table in tables if len(table)]

@@ -1,38 +1,27 @@
 """Packs in the making: chunks are appended from many threads, packs become durable behind them.
 
-Where a backend takes a pack whole, as object stores do, a pack waits in memory until it is full,
-and nothing of it is on its way before. Three things follow, measured in docs/design/0014: the first
-packs are small, so that a link has something to do at once; those of a small write stay so; and
-enough of them fit into the memory that some can wait to be sent while others are filled, since the
-ones that are sent together end together.
+Disks take a pack as it is written, S3 and Azure in parts (docs/design/0025). Other storage takes it
+whole: it waits in memory until it is full, and nothing of it is on its way before. Three things
+follow, measured in docs/design/0014: the first packs are small, so that a link has something to do
+at once; those of a small write stay so; and many fit into the memory, since one connection is slow,
+and those that are sent together end together.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Capabilities, ObjectWriter
+from ckptstore.backends.transfers import Meter, Threads
 from ckptstore.codecs.codec_table import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
+from ckptstore.format import pack as layout
 from ckptstore.format.keys import pack_key
-from ckptstore.format.pack import (
-    CHUNK_HEADER_BYTES,
-    HEADER_BYTES,
-    INDEX_ROW_BYTES,
-    TRAILER_BYTES,
-    ChunkHeader,
-    IndexRow,
-    pack_footer,
-    pack_header,
-    parse_header,
-    parse_index,
-    parse_trailer,
-)
 from ckptstore.hashing import xxh3_64_of
 
 # A write fills one more pack at once for each of these, and begins with a small one only from here
@@ -95,19 +84,26 @@ def plan_packs(
     if capabilities.part_bytes < whole:  # bytes leave before their pack is full
         first = most = whole
         held, unfinished = capabilities.part_bytes, 2 * threads
+        in_parts = limits.PARTS_HELD_MAX * capabilities.part_bytes
+        if in_parts and memory_bytes < in_parts:
+            first = most = min(whole, max(limits.PACK_BYTES_MIN, memory_bytes))
+            held = most + chunk_bytes
+        elif in_parts:
+            unfinished += in_parts // whole
     else:
+        wide = min(capabilities.concurrency, memory_bytes // (limits.PACK_BYTES_MIN + chunk_bytes))
         wanted = max(total, whole_bytes) // limits.PACKS_OF_A_WRITE
-        fitting = memory_bytes // in_memory - chunk_bytes
+        fitting = memory_bytes // max(in_memory, wide) - chunk_bytes
         most = min(whole, max(limits.PACK_BYTES_MIN, min(wanted, fitting)))
         overlaps = total >= _STREAM_BYTES and not whole_bytes
         first = min(most, limits.PACK_BYTES_FIRST) if overlaps else most
-        held, unfinished = most + chunk_bytes, limits.PACKS_AT_ONCE
+        held, unfinished = most + chunk_bytes, max(limits.PACKS_AT_ONCE, wide)
     unfinished = max(1, min(unfinished, memory_bytes // max(1, held, beside_bytes)))
     streams = max(1, min(threads, unfinished, total // _STREAM_BYTES))
     return PackPlan(streams=streams, at_once=unfinished, first_bytes=first, most_bytes=most)
 
 
-After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
+After = Callable[[str, Sequence[layout.IndexRow], Callable[[], None]], None]
 """Told of each pack, by its name, and what is in it, when it is durable; calls the third between
 its requests, which raises once the write was aborted."""
 
@@ -129,32 +125,9 @@ class _Stream:
     writer: ObjectWriter | None = None
     pack: str = ""
     offset: int = 0
-    rows: list[IndexRow] = field(default_factory=list)
+    rows: list[layout.IndexRow] = field(default_factory=list)
     packs: int = 0
     """Closed before this one."""
-
-
-class _Busy:
-    """Counts the seconds in which at least one thread is inside; entered from any thread."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._clock = environment.monotonic
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._since = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._since = self._clock()
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self.seconds += self._clock() - self._since
 
 
 class PackSink:
@@ -185,19 +158,19 @@ class PackSink:
         self._environment = environment
         self._streams = [_Stream() for _ in range(plan.streams)]
         self._room = threading.BoundedSemaphore(plan.at_once)
-        self._finishers = ThreadPoolExecutor(plan.at_once, thread_name_prefix="ckptstore-pack")
+        self._finishers = Threads(plan.at_once, thread_name_prefix="ckptstore-pack")
         self._finishing: list[Future[None]] = []
         self._stopped = threading.Event()
         self._counting = threading.Lock()
         self.stored_bytes = 0
         """Bytes of all packs so far, headers and indexes included."""
         self.packs_count = 0
-        self._busy = _Busy(environment)
+        self._busy = Meter(environment.monotonic)
 
     @property
     def storage_s(self) -> float:
         """For how long at least one thread was writing, or waiting until a pack is durable."""
-        return self._busy.seconds
+        return self._busy.figures().requests_s
 
     def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
         """Write one chunk and return where it lies; `encoded` may be reused afterwards.
@@ -214,7 +187,7 @@ class PackSink:
         OperationCancelledError
             After ``abort``.
         """
-        header = ChunkHeader(
+        header = layout.ChunkHeader(
             codec=encoded.codec,
             layout=encoded.layout,
             raw_bytes=raw_bytes,
@@ -232,18 +205,16 @@ class PackSink:
             assert stream.writer is not None  # noqa: S101  # for the type checker
             with self._busy:
                 stream.writer.write(parts)
-            placed = Placed(
-                pack=stream.pack, offset=stream.offset, stored_bytes=encoded.stored_bytes
+            stored_bytes = encoded.stored_bytes
+            placed = Placed(pack=stream.pack, offset=stream.offset, stored_bytes=stored_bytes)
+            row = layout.IndexRow(
+                chunk_id=chunk_id,
+                offset=stream.offset,
+                stored_bytes=stored_bytes,
+                raw_bytes=raw_bytes,
             )
-            stream.rows.append(
-                IndexRow(
-                    chunk_id=chunk_id,
-                    offset=stream.offset,
-                    stored_bytes=encoded.stored_bytes,
-                    raw_bytes=raw_bytes,
-                )
-            )
-            stream.offset += CHUNK_HEADER_BYTES + encoded.stored_bytes
+            stream.rows.append(row)
+            stream.offset += layout.CHUNK_HEADER_BYTES + stored_bytes
             if stream.offset >= self._plan.closed_at(stream.packs):
                 self._close(stream)
         return placed
@@ -281,20 +252,20 @@ class PackSink:
             self._raise_failures()
             stream.pack = self._environment.random_hex(16)
             stream.writer = self._backend.open_writer(pack_key(stream.pack))
-            stream.writer.write(pack_header(stream.pack))
+            stream.writer.write(layout.pack_header(stream.pack))
         except BaseException:
             if stream.writer is not None:
                 stream.writer.abort()
                 stream.writer = None
             self._room.release()
             raise
-        stream.offset = HEADER_BYTES
+        stream.offset = layout.HEADER_BYTES
         stream.rows = []
 
     def _close(self, stream: _Stream) -> None:
         writer, stream.writer = stream.writer, None
         assert writer is not None  # noqa: S101  # for the type checker
-        footer = pack_footer(stream.rows, offset=stream.offset)
+        footer = layout.pack_footer(stream.rows, offset=stream.offset)
         try:
             writer.write(footer)
         except BaseException:
@@ -309,7 +280,7 @@ class PackSink:
             self._finishers.submit(self._commit, writer, stream.pack, tuple(stream.rows))
         )
 
-    def _commit(self, writer: ObjectWriter, pack: str, rows: Sequence[IndexRow]) -> None:
+    def _commit(self, writer: ObjectWriter, pack: str, rows: Sequence[layout.IndexRow]) -> None:
         try:
             with writer:
                 if not self._stopped.is_set():
@@ -322,8 +293,7 @@ class PackSink:
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            msg = "the save was aborted"
-            raise OperationCancelledError(msg)
+            raise OperationCancelledError("the save was aborted")
 
     def _raise_failures(self) -> None:
         for future in self._finishing:
@@ -331,7 +301,7 @@ class PackSink:
                 future.result()
 
 
-def read_index(backend: Backend, pack: str, size_bytes: int) -> list[IndexRow]:
+def read_index(backend: Backend, pack: str, size_bytes: int) -> list[layout.IndexRow]:
     """Return the rows of a pack's index; checks header, trailer and index, no chunk.
 
     Raises
@@ -349,8 +319,8 @@ def read_index(backend: Backend, pack: str, size_bytes: int) -> list[IndexRow]:
         backend.read_into(pack_key(pack), offset, [memoryview(memory)])
         return bytes(memory)
 
-    parse_header(read(0, HEADER_BYTES), pack_id=pack)
-    tail = read(max(0, size_bytes - TRAILER_BYTES), TRAILER_BYTES)
-    offset, count, checksum = parse_trailer(tail, pack_bytes=size_bytes, where=pack)
-    index = read(offset, count * INDEX_ROW_BYTES)
-    return parse_index(index, checksum=checksum, offset=offset, where=pack)
+    layout.parse_header(read(0, layout.HEADER_BYTES), pack_id=pack)
+    tail = read(max(0, size_bytes - layout.TRAILER_BYTES), layout.TRAILER_BYTES)
+    offset, count, checksum = layout.parse_trailer(tail, pack_bytes=size_bytes, where=pack)
+    index = read(offset, count * layout.INDEX_ROW_BYTES)
+    return layout.parse_index(index, checksum=checksum, offset=offset, where=pack)

@@ -15,22 +15,20 @@ from functools import partial
 from typing import TypeAlias
 
 from ckptstore.backends.base import Backend
+from ckptstore.byte_copies import copy_bytes
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode
-from ckptstore.config import Options
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    CorruptTensorError,
-    NotFoundError,
-)
-from ckptstore.events import Progress, ProgressCallback
+from ckptstore.config import SYSTEM, Options
+from ckptstore.errors import CkptStoreError, CorruptObjectError, CorruptTensorError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.plan import ChunkRead, ReadItem, Span, plan_spans
+from ckptstore.objects.joining import Growing
+from ckptstore.objects.plan import ChunkRead, ReadItem, Span, finer, plan_spans
 from ckptstore.objects.threads import in_threads
+from ckptstore.prefault import prefault
 
 __all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_pieces"]
 
@@ -66,20 +64,44 @@ def read_pieces(
     StorageError
         The storage failed.
     """
-    capabilities = backend.capabilities
-    spans = plan_spans(table, items, capabilities)
+    past = backend.past_caches()
+    if past is not backend:  # what is damaged in a cache is read again
+        failed: list[ReadItem] = []
+
+        def note(item: ReadItem, _: CkptStoreError) -> None:
+            failed.append(item)
+
+        # Processes that share it begin at different places, to fetch for each other.
+        start = int(SYSTEM.random_hex(4), 16)
+        _read(table, items, backend, options, progress, note, start)
+        if not failed:
+            return
+        items, backend, progress = failed, past, silent
+    _read(table, items, backend, options, progress, on_failure)
+
+
+def _read(
+    table: PieceTable,
+    items: Sequence[ReadItem],
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+    on_failure: FailureCallback | None,
+    start: int = 0,
+) -> None:
+    threads = max(options.workers, backend.capabilities.concurrency)
+    spans = plan_spans(table, items, finer(backend.capabilities, table, items))
     run = _Reading(
         table=table,
         backend=backend,
         progress=progress,
         on_failure=on_failure,
         total=int(sum(int(table.raw[item.row]) for item in items)),
+        decoding=threading.Semaphore(options.workers),
     )
-    # A span, the slab of a chunk, and as much again for what deltas refer to.
-    per_thread = (2 if table.base is None else 4) * capabilities.read_bytes_max
-    threads = max(options.workers, capabilities.concurrency)
-    threads = max(1, min(threads, options.host_bytes // per_thread, len(spans)))
-    run.work(iter(spans), threads)
+    threads = max(1, min(threads, options.host_bytes // run.held_bytes(spans), len(spans)))
+    first = start % max(1, len(spans))
+    run.work(iter(spans[first:] + spans[:first]), threads)
 
 
 @dataclass(slots=True)
@@ -91,6 +113,9 @@ class _Reading:
     progress: ProgressCallback
     on_failure: FailureCallback | None
     total: int
+    decoding: threading.Semaphore
+    """Passed by threads that check and decode: more of them than processors only wait for the
+    interpreter's lock, dozens of them for most of a load (docs/design/0026-cores.md)."""
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -99,11 +124,30 @@ class _Reading:
         """Run all fetches; raise the first failure once every thread has stopped."""
 
         def begin(_: int) -> Callable[[Span], None]:
-            return partial(self._span, scratch=_ReadBuffer())
+            return partial(self._span, scratch=_Rooms())
 
         in_threads(threads, spans, begin, self.stop, name="ckptstore-load")
 
-    def _span(self, span: Span, scratch: _ReadBuffer) -> None:
+    def held_bytes(self, spans: Sequence[Span]) -> int:
+        """Return the most memory that a thread takes besides the destinations, at least 1.
+
+        A span without what goes straight to its destination, the slab of a chunk, and as much again
+        for what deltas refer to; an eighth more for its stack, its connection and the decoder.
+        """
+        if self.table.base is not None:
+            return 4 * self.backend.capabilities.read_bytes_max
+        most = 1
+        for span in spans:
+            left = [chunk for chunk in span.chunks if self._direct(chunk) is None]
+            stored = sum(chunk.stored_bytes for chunk in left)
+            slab = max((chunk.raw_bytes for chunk in left if _needs_slab(chunk)), default=0)
+            most = max(most, stored + slab)
+        return most + most // 8
+
+    def _span(self, span: Span, scratch: _Rooms) -> None:
+        for item in (item for chunk in span.chunks for item in chunk.items):
+            if item.out is not None:
+                prefault(item.out)
         try:
             headers, bodies = self._fetch(span, scratch)
         except (CorruptObjectError, NotFoundError) as error:
@@ -117,24 +161,25 @@ class _Reading:
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
             base = self.table.base_of(chunk.items[0].row)
             try:
-                if base is None:
-                    self._chunk(span.pack, chunk, header, body, scratch)
-                else:
+                with self.decoding:
+                    if base is None:
+                        self._chunk(span.pack, chunk, header, body, scratch)
+                        continue
                     parsed = _checked(chunk, header, body)
-                    deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
+                deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
             except CorruptObjectError as error:
                 self._failed(span.pack, chunk, error)
         if deltas:
             self._deltas(deltas, scratch)
         self._advance(span)
 
-    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
+    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Rooms) -> None:
         """Fetch what deltas refer to, and apply each of them."""
         items = [ReadItem(row=row, out=None, label="") for row in deltas]
         for span in plan_spans(self.table, items, self.backend.capabilities):
             self._bases(span, deltas, scratch)
 
-    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
+    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _Rooms) -> None:
         try:
             headers, bodies = self._fetch(span, scratch, for_bases=True)
         except (CorruptObjectError, NotFoundError) as error:
@@ -148,18 +193,15 @@ class _Reading:
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
             for item in chunk.items:
                 try:
-                    parsed = _checked(chunk, header, body)
-                    self._apply(span, chunk, (item.row, parsed, body), deltas[item.row], scratch)
+                    with self.decoding:
+                        parsed = _checked(chunk, header, body)
+                        base = item.row, parsed, body
+                        self._apply(span, chunk, base, deltas[item.row], scratch)
                 except CorruptObjectError as error:
                     self._base_lost(span, chunk.offset, deltas[item.row], error)
 
     def _apply(
-        self,
-        span: Span,
-        chunk: ChunkRead,
-        base: _ReadBase,
-        deltas: list[_Delta],
-        scratch: _ReadBuffer,
+        self, span: Span, chunk: ChunkRead, base: _ReadBase, deltas: list[_Delta], scratch: _Rooms
     ) -> None:
         """Decode what deltas refer to, and each delta on it, if it can where it is wanted.
 
@@ -174,8 +216,8 @@ class _Reading:
         for delta in deltas:
             first = delta.chunk.items[0]
             out = first.out
-            direct = size == chunk.raw_bytes and out is not None
-            slab = out if direct and out is not None else scratch.slab(chunk.raw_bytes)
+            direct = out if size == chunk.raw_bytes else None
+            slab = scratch.slab(chunk.raw_bytes) if direct is None else direct
             _decode(header, body, slab)
             piece = slab[inner : inner + size]
             target = piece if out is None else out
@@ -191,7 +233,7 @@ class _Reading:
                 continue
             self._hand_on(delta, target)
 
-    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _ReadBuffer) -> bool:
+    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _Rooms) -> bool:
         """Say whether what a delta refers to is what its id says; nobody has looked at that yet."""
         row, header, body = base
         whole = scratch.slab(chunk.raw_bytes)
@@ -208,7 +250,7 @@ class _Reading:
                 self._failed(delta.pack, delta.chunk, _unlike_its_id(), only=item)
                 continue
             if item.out is not None:
-                item.out[:] = piece
+                copy_bytes(item.out, piece)
             for take in item.then:
                 take(piece)
 
@@ -219,11 +261,11 @@ class _Reading:
         what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
         where = f"pack {span.pack}, byte {offset}"
         for delta in deltas:
-            lost = _broken(f"its base is lost ({where}): {what}")
+            lost = CorruptObjectError(f"its base is lost ({where}): {what}")
             self._failed(delta.pack, delta.chunk, lost)
 
     def _fetch(
-        self, span: Span, scratch: _ReadBuffer, *, for_bases: bool = False
+        self, span: Span, scratch: _Rooms, *, for_bases: bool = False
     ) -> tuple[list[memoryview], list[memoryview]]:
         """Read a span; raw chunks go straight to where they are wanted."""
         headers: list[memoryview] = []
@@ -246,11 +288,9 @@ class _Reading:
     def _direct(self, chunk: ChunkRead) -> memoryview | None:
         """Return the destination if the chunk is raw and wanted by one tensor alone."""
         item = chunk.items[0]
-        if self.table.base_of(item.row) is not None:
+        if self.table.base_of(item.row) is not None or len(chunk.items) > 1 or item.out is None:
             return None
-        if len(chunk.items) == 1 and item.out is not None and chunk.stored_bytes == len(item.out):
-            return item.out if chunk.stored_bytes == chunk.raw_bytes else None
-        return None
+        return item.out if chunk.stored_bytes == chunk.raw_bytes == len(item.out) else None
 
     def _chunk(
         self,
@@ -258,19 +298,18 @@ class _Reading:
         chunk: ChunkRead,
         header_bytes: memoryview,
         body: memoryview,
-        scratch: _ReadBuffer,
+        scratch: _Rooms,
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
         first = chunk.items[0]
         direct = body is first.out
         header = _checked(chunk, header_bytes, None if direct else body)
-        if direct:
-            if header.codec != 0:
-                raise _broken("an encoded chunk of its raw length")
-            self._check(first, body)
-            return
-        if len(chunk.items) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
-            _decode(header, body, first.out)
+        if direct and header.codec != 0:
+            raise CorruptObjectError("an encoded chunk of its raw length")
+        if direct or not _needs_slab(chunk):
+            assert first.out is not None  # noqa: S101  # for the type checker
+            if not direct:
+                _decode(header, body, first.out)
             self._check(first, first.out)
             return
         slab = scratch.slab(chunk.raw_bytes)
@@ -284,7 +323,7 @@ class _Reading:
                 self._failed(pack, chunk, error, only=item)
                 continue
             if item.out is not None:
-                item.out[:] = piece
+                copy_bytes(item.out, piece)
 
     def _piece(self, row: int) -> tuple[bytes, int]:
         """Return the id and the length that the manifest says."""
@@ -329,23 +368,16 @@ class _Delta:
     body: memoryview
 
 
-class _ReadBuffer:
-    """Memory of one thread, reused from span to span; grows to the largest span it met."""
+class _Rooms:
+    """Memory of one thread, reused from span to span."""
 
     def __init__(self) -> None:
-        self._spans = [bytearray(), bytearray()]
+        self._spans = (Growing(), Growing())
         """For a span, and for one of what its deltas refer to."""
-        self._slab = bytearray()
+        self.slab = Growing()
 
     def arena(self, size: int, *, second: bool = False) -> _Arena:
-        if len(self._spans[second]) < size:
-            self._spans[second] = bytearray(size)
-        return _Arena(memoryview(self._spans[second]))
-
-    def slab(self, size: int) -> memoryview:
-        if len(self._slab) < size:
-            self._slab = bytearray(size)
-        return memoryview(self._slab)[:size]
+        return _Arena(self._spans[second](size))
 
 
 class _Arena:
@@ -361,13 +393,19 @@ class _Arena:
         return part
 
 
+def _needs_slab(chunk: ChunkRead) -> bool:
+    """Return whether a chunk is decoded into memory of its own, not where it is wanted."""
+    out = chunk.items[0].out
+    return len(chunk.items) > 1 or out is None or len(out) != chunk.raw_bytes
+
+
 def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None) -> ChunkHeader:
     """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
     header = parse_chunk_header(header_bytes, where="")
     if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-        raise _broken("lengths differ from the manifest's")
+        raise CorruptObjectError("lengths differ from the manifest's")
     if body is not None and xxh3_64(body) != header.checksum:
-        raise _broken("stored bytes do not match their checksum")
+        raise CorruptObjectError("stored bytes do not match their checksum")
     return header
 
 
@@ -377,13 +415,8 @@ def _decode(
     try:
         decode(header.codec, header.layout, body, out, base=base)
     except CodecError as error:
-        raise _broken(str(error)) from error
-
-
-def _broken(what: str) -> CorruptObjectError:
-    """Return the error of a chunk; the caller that reports it names the chunk."""
-    return CorruptObjectError(what)
+        raise CorruptObjectError(str(error)) from error
 
 
 def _unlike_its_id() -> CorruptObjectError:
-    return _broken("content does not match its chunk id")
+    return CorruptObjectError("content does not match its chunk id")

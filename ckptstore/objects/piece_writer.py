@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
+from ckptstore.byte_copies import copy_bytes
 from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.codec_table import Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.format.manifest import PieceTable
+from ckptstore.format.manifest import COLUMNS, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
@@ -71,7 +72,11 @@ def plan_jobs(
             length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
             ids = _foreseen(source, -(-source.nbytes // length))
             for (start, size), piece_id in zip(cut(source.nbytes, length), ids, strict=True):
-                jobs.append(_large(source, slot, start, size, layout, piece_id))
+                job = PieceJob(
+                    small=False, sources=(source,), slots=(slot,), start=start, length=size,
+                    layout=layout, foreseen=(piece_id,),
+                )  # fmt: skip
+                jobs.append(job)
                 slot += 1
         elif source.nbytes:
             if filled.get(layout, 0) + source.nbytes > limits.SLAB_BYTES:
@@ -88,20 +93,6 @@ def plan_jobs(
 def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
     """Return the id of each piece of a source, as far as they are known."""
     return getattr(source, "piece_ids", None) or [None] * count  # a PieceSource may have them
-
-
-def _large(
-    source: Source, slot: int, start: int, length: int, layout: Layout, piece_id: bytes | None
-) -> PieceJob:
-    return PieceJob(
-        small=False,
-        sources=(source,),
-        slots=(slot,),
-        start=start,
-        length=length,
-        layout=layout,
-        foreseen=(piece_id,),
-    )
 
 
 def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> PieceJob:
@@ -138,17 +129,7 @@ class Written:
     """How long at least one thread was writing, or waiting until a pack was durable."""
 
 
-_ROW: Final = np.dtype(
-    [
-        ("ids", np.uint8, 32),
-        ("raw", np.uint32),
-        ("pack", np.uint32),
-        ("offset", np.uint64),
-        ("stored", np.uint32),
-        ("inner", np.uint32),
-        ("slab", np.uint32),
-    ]
-)
+_ROW: Final = np.dtype([("ids", np.uint8, 32), *COLUMNS.items()])
 """One row of a :class:`PieceTable`, by the names of its columns."""
 
 
@@ -398,26 +379,14 @@ class _PieceWrite:
             self.rows.stored_new[slot] = share
 
     def _append(
-        self,
-        turn: int,
-        encoded: Encoded,
-        chunk_id: bytes,
-        raw_bytes: int,
-        spent: _Spent,
-        hashed: float,
+        self, turn: int, encoded: Encoded, chunk_id: bytes, size: int, spent: _Spent, hashed: float
     ) -> Location:
         """Write a chunk whose encoding began at `hashed`; return where it lies."""
         ready = self.clock()
-        placed = self.sink.append(turn, encoded, chunk_id, raw_bytes)
+        placed = self.sink.append(turn, encoded, chunk_id, size)
         spent.encoding_s += ready - hashed
         spent.writing_s += self.clock() - ready
-        return Location(
-            pack=placed.pack,
-            offset=placed.offset,
-            stored_bytes=placed.stored_bytes,
-            inner=0,
-            slab_bytes=raw_bytes,
-        )
+        return Location(**asdict(placed), inner=0, slab_bytes=size)
 
     def _share(self, slot: int, piece_id: bytes, length: int) -> bool:
         """Let a row point to where its bytes lie already; return whether they do anywhere."""
@@ -449,6 +418,4 @@ def _stage(source: Source, start: int, out: memoryview) -> None:
     if view is None:
         source.payload.copy_into(start, out)
     else:
-        np.copyto(
-            np.frombuffer(out, np.uint8), np.frombuffer(view[start : start + len(out)], np.uint8)
-        )
+        copy_bytes(out, view[start : start + len(out)])

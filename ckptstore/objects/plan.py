@@ -5,17 +5,24 @@ Pure: nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore import limits
 from ckptstore.backends.base import Capabilities
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.objects.joining import join_chunks
+
+_RANGES_A_THREAD: Final = 4
+"""Ranges that each thread gets at least, if the longest ones are too few to read."""
+_RANGE_BYTES_MIN: Final = 2 * limits.MIB
+"""Below, requests take longer than their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +38,9 @@ class ReadItem:
     then: tuple[Callable[[memoryview], None], ...] = ()
     """Called with the piece, once, when it is checked; by the thread that did, which has it in the
     processor's cache. Whoever reads pieces from elsewhere has to do so too."""
+
+
+Items = Sequence[ReadItem]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +72,7 @@ class Span:
         return last.offset + CHUNK_HEADER_BYTES + last.stored_bytes
 
 
-def plan_spans(
-    table: PieceTable, items: Sequence[ReadItem], capabilities: Capabilities
-) -> list[Span]:
+def plan_spans(table: PieceTable, items: Items, capabilities: Capabilities) -> list[Span]:
     """Return the fetches for `items`: each chunk once, neighbours joined, no span too large.
 
     So that fetches run in parallel and memory stays bounded: see :func:`join_chunks`.
@@ -81,6 +89,25 @@ def plan_spans(
     return spans
 
 
+def finer(
+    capabilities: Capabilities, table: PieceTable, items: Items, threads: int = 8
+) -> Capabilities:
+    """Return capabilities whose ranges are so short that each of some threads gets a few of them.
+
+    Loads leave the default, for any number of threads: a request takes 4 ms of the interpreter,
+    which counts for more than an even end (docs/design/0025-width.md).
+    """
+    rows = np.unique(np.fromiter((item.row for item in items), np.int64, len(items)))
+    return shorter(capabilities, int(table.stored[rows].sum()), threads)
+
+
+def shorter(capabilities: Capabilities, total: int, threads: int) -> Capabilities:
+    """Return capabilities with such ranges for a read of `total` bytes."""
+    share = total // (_RANGES_A_THREAD * threads)
+    most = min(capabilities.read_bytes_max, max(share, _RANGE_BYTES_MIN))
+    return replace(capabilities, read_bytes_max=most)
+
+
 def _chunk(table: PieceTable, members: tuple[ReadItem, ...]) -> ChunkRead:
     row = members[0].row
     return ChunkRead(
@@ -89,47 +116,6 @@ def _chunk(table: PieceTable, members: tuple[ReadItem, ...]) -> ChunkRead:
         raw_bytes=int(table.slab[row]),
         items=members,
     )
-
-
-class Stored(Protocol):
-    """A chunk in a pack: where, and its lengths in bytes."""
-
-    @property
-    def offset(self) -> int:
-        """Of the header, in the pack."""
-
-    @property
-    def stored_bytes(self) -> int:
-        """Without the header."""
-
-    @property
-    def raw_bytes(self) -> int:
-        """Decoded."""
-
-
-C = TypeVar("C", bound=Stored)
-
-
-def join_chunks(chunks: Iterable[C], capabilities: Capabilities) -> Iterator[list[C]]:
-    """Cut chunks of one pack, in the order of their offsets, into what one request fetches each.
-
-    Chunks closer than ``read_gap_bytes`` are joined, since a request costs more than the gap;
-    a request ends at ``read_bytes_max``, if it has more than one chunk.
-    """
-    part: list[C] = []
-    end = 0
-    for chunk in chunks:
-        after = chunk.offset + CHUNK_HEADER_BYTES + chunk.stored_bytes
-        if part and not (
-            0 <= chunk.offset - end <= capabilities.read_gap_bytes
-            and after - part[0].offset <= capabilities.read_bytes_max
-        ):
-            yield part
-            part = []
-        part.append(chunk)
-        end = after
-    if part:
-        yield part
 
 
 def cut_rows(

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError
-from ckptstore.format.pack import (
-    CHUNK_HEADER_BYTES,
-    CHUNK_MAGIC,
-    HEADER_BYTES,
-    ChunkHeader,
-    parse_chunk_header,
-)
+from ckptstore.format import pack
 from ckptstore.hashing import xxh3_64
 
 ReadRange = Callable[[int, int], bytes]
@@ -32,12 +26,14 @@ class FoundChunk:
 
     offset: int
     """Of its header, in bytes; not always where the index says."""
-    header: ChunkHeader
+    header: pack.ChunkHeader
     stored: bytes
     """Its stored bytes, which match their check sum."""
 
 
-def scan_chunks(read: ReadRange, size: int, *, start: int = HEADER_BYTES) -> Iterator[FoundChunk]:
+def scan_chunks(
+    read: ReadRange, size: int, *, start: int = pack.HEADER_BYTES
+) -> Iterator[FoundChunk]:
     """Yield the intact chunks of a pack in the order of their offsets.
 
     Holds one chunk and one window in memory. What is read again for headers whose bytes do not
@@ -58,9 +54,9 @@ def scan_chunks(read: ReadRange, size: int, *, start: int = HEADER_BYTES) -> Ite
     """
     window = _Window(read, size)
     at, budget = start, limits.SCAN_REREADS_MAX * size
-    while at + CHUNK_HEADER_BYTES <= size:
-        header = _header_at(window.bytes_at(at, CHUNK_HEADER_BYTES), at)
-        body = at + CHUNK_HEADER_BYTES
+    while at + pack.CHUNK_HEADER_BYTES <= size:
+        header = _header_at(window.bytes_at(at, pack.CHUNK_HEADER_BYTES), at)
+        body = at + pack.CHUNK_HEADER_BYTES
         if header is not None and body + header.stored_bytes <= size:
             stored = window.bytes_at(body, header.stored_bytes)
             if xxh3_64(stored) == header.checksum:
@@ -95,12 +91,12 @@ class _Window:
 
     def find_magic(self, offset: int) -> int:
         """Return where the next magic begins, from `offset` on; -1 if there is none."""
-        while offset + len(CHUNK_MAGIC) <= self.size:
-            self._hold(offset, len(CHUNK_MAGIC))
-            place = self._held.find(CHUNK_MAGIC, offset - self._start)
+        while offset + len(pack.CHUNK_MAGIC) <= self.size:
+            self._hold(offset, len(pack.CHUNK_MAGIC))
+            place = self._held.find(pack.CHUNK_MAGIC, offset - self._start)
             if place >= 0:
                 return self._start + place
-            offset = self._start + len(self._held) - len(CHUNK_MAGIC) + 1
+            offset = self._start + len(self._held) - len(pack.CHUNK_MAGIC) + 1
         return -1
 
     def _hold(self, offset: int, count: int) -> None:
@@ -109,9 +105,9 @@ class _Window:
             self._start = offset
 
 
-def _header_at(data: bytes, at: int) -> ChunkHeader | None:
+def _header_at(data: bytes, at: int) -> pack.ChunkHeader | None:
     try:
-        return parse_chunk_header(data, where=f"at {at}")
+        return pack.parse_chunk_header(data, where=f"at {at}")
     except CorruptObjectError:
         return None
 
@@ -119,8 +115,8 @@ def _header_at(data: bytes, at: int) -> ChunkHeader | None:
 def _next_header(window: _Window, start: int) -> int | None:
     """Return where the next sound chunk header begins, from `start` on."""
     at = window.find_magic(start)
-    while 0 <= at <= window.size - CHUNK_HEADER_BYTES:
-        if _header_at(window.bytes_at(at, CHUNK_HEADER_BYTES), at) is not None:
+    while 0 <= at <= window.size - pack.CHUNK_HEADER_BYTES:
+        if _header_at(window.bytes_at(at, pack.CHUNK_HEADER_BYTES), at) is not None:
             return at
         at = window.find_magic(at + 1)
     return None

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptstore.byte_copies import copy_bytes
+from ckptstore.format.dtypes import ITEM_BYTES
+
 
 class Payload(Protocol):
     """The bytes of one tensor, dense, in stored order."""
@@ -53,3 +56,27 @@ class PieceSource:
     piece_ids: Sequence[bytes] = ()
     """Id of each piece, known before a byte of it is read, since an earlier version has them; none
     if they are not known. The bytes are read if a piece is no longer stored elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """Bytes in memory, as the payload of a source."""
+
+    data: bytes | bytearray
+
+    def view(self) -> memoryview:
+        return memoryview(self.data)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        copy_bytes(out, self.view()[start : start + len(out)])
+
+
+def piece_in_memory(data: bytes | bytearray, dtype: str) -> PieceSource:
+    """Return the source of one piece of a tensor, which is not cut further."""
+    return PieceSource(
+        nbytes=len(data),
+        dtype=dtype,
+        itemsize=ITEM_BYTES[dtype],
+        row_bytes=len(data),
+        payload=_InMemory(data),
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
+
+from ckptstore.backends.transfers import Threads
 
 T = TypeVar("T")
 
@@ -45,7 +47,10 @@ def in_threads(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(count, thread_name_prefix=name) as pool:
+    if count == 1:
+        loop(0)
+        return
+    with Threads(count, thread_name_prefix=name) as pool:
         try:
             futures = [pool.submit(loop, turn) for turn in range(count)]
             wait(futures)

@@ -9,24 +9,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptstore.errors import (
-    CkptStoreError,
-    ColdObjectError,
-    ConflictError,
-    CorruptObjectError,
-    IntegrityError,
-    InvalidInputError,
-    ObjectNotFoundError,
-    ReplicaChangedError,
-    StoreNotFoundError,
-    TransientStorageError,
-    VersionNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.options import (
@@ -48,10 +36,10 @@ _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 _MAY_BE_ELSEWHERE = (
-    ColdObjectError,
-    IntegrityError,
-    ObjectNotFoundError,
-    TransientStorageError,
+    errors.ColdObjectError,
+    errors.IntegrityError,
+    errors.ObjectNotFoundError,
+    errors.TransientStorageError,
 )
 """Of what one replica does not give another may have it."""
 # Pairs of version and replica that were told already. Source: 100 bytes each.
@@ -65,7 +53,7 @@ class _Slot:
     lock: threading.Lock = field(default_factory=threading.Lock)
     repo: Repo | None = None
     own: bool = False
-    failure: CkptStoreError | None = None
+    failure: errors.CkptStoreError | None = None
     failed_at: float = 0.0
 
 
@@ -89,7 +77,7 @@ class Replicas:
             if not isinstance(options, Mapping) and not hasattr(options, "repo"):
                 msg = f"the options of the replica {name!r} are no mapping"
                 hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
-                raise InvalidInputError(msg, hint=hint)
+                raise errors.InvalidInputError(msg, hint=hint)
             if isinstance(options, Mapping):
                 check_bound(name, options)
         self._slots: dict[str, _Slot] = {}
@@ -135,7 +123,7 @@ class Replicas:
                 raise slot.failure
             try:
                 slot.repo, slot.own = self._open(info)
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 slot.failure, slot.failed_at = error, self._repo.environment.monotonic()
                 raise
             return slot.repo
@@ -154,7 +142,7 @@ class Replicas:
         repo = open_place(info.url, self.options(given))
         try:
             check_same(repo, info)
-        except CkptStoreError:
+        except errors.CkptStoreError:
             repo.close()
             raise
         return repo, True
@@ -198,17 +186,17 @@ class Replicas:
         from ckptstore.catalog.replica_ops import name_replica
 
         check_replica_name(name)
-        with ExitStack() as stack:
-            if create:
-                made = open_target(self._repo, url, dry_run=False, **storage_options)
-                store = stack.enter_context(made)
-            else:
-                opened = open_place(url, self.options(storage_options))
-                store = stack.enter_context(opened)
+        other: AbstractContextManager[Repo]
+        if create:
+            other = open_target(self._repo, url, dry_run=False, **storage_options)
+        else:
+            other = open_place(url, self.options(storage_options))
+        with other as store:
             found, store_id = store.url, store.superblock.store_id
         if store_id == self._repo.superblock.store_id:
             msg = f"{found} is this very store, or a copy of it"
-            raise ConflictError(msg, hint="a replica is a store of its own: ckptstore init URL")
+            hint = "a replica is a store of its own: ckptstore init URL"
+            raise errors.ConflictError(msg, hint=hint)
         self._repo.log.append_any(
             lambda now: name_replica(now, name=name, url=found, store=store_id)
         )
@@ -226,10 +214,10 @@ class Replicas:
         """Return a replica, opened; see :meth:`ckptstore.Store.replica`."""
         try:
             return self.get(self.info(name))
-        except StoreNotFoundError as error:
+        except errors.StoreNotFoundError as error:
             # A new store there would be another one, and be refused.
             hint = f"is it mounted? Where it is now: ckptstore replica add {name} URL"
-            raise StoreNotFoundError(error.message, hint=hint) from error
+            raise errors.StoreNotFoundError(error.message, hint=hint) from error
 
     def content(self, version: Version, *, fall_through: bool = True) -> Content:
         """Return the content of a version; where something is missing here, from a replica."""
@@ -237,7 +225,7 @@ class Replicas:
 
         try:
             content = read_content(self._repo.manifests.load(version))
-        except (VersionNotFoundError, IntegrityError) as error:
+        except (errors.VersionNotFoundError, errors.IntegrityError) as error:
             if not fall_through:
                 raise
             asked = self._instead(version, error)
@@ -257,7 +245,7 @@ class Replicas:
         """
         try:
             self._repo.manifests.load(version)
-        except (VersionNotFoundError, IntegrityError) as error:
+        except (errors.VersionNotFoundError, errors.IntegrityError) as error:
             asked = self._instead(version, error)
             if asked is None:
                 raise
@@ -271,7 +259,7 @@ class Replicas:
                 asked.note(found.tier, failure)
         raise asked.failure(asked.why)
 
-    def _instead(self, version: Version, error: CkptStoreError) -> FallThrough | None:
+    def _instead(self, version: Version, error: errors.CkptStoreError) -> FallThrough | None:
         """Return the replicas to ask for a version whose content is not here; None without any.
 
         The caller then raises `error` itself: a frame that raises its own argument is in a circle
@@ -283,20 +271,20 @@ class Replicas:
             `error` with a hint that names the other stores that have the version.
         """
         if self._repo.log.catalog.replicas:
-            damage = error.message if isinstance(error, IntegrityError) else ""
+            damage = error.message if isinstance(error, errors.IntegrityError) else ""
             return self._fall_through(version, error, told=damage)
         if not version.replicas:
             return None
         raise _elsewhere(error, version) from error
 
-    def whole(self, version: Version, error: CkptStoreError) -> Content:
+    def whole(self, version: Version, error: errors.CkptStoreError) -> Content:
         """Return the whole content of a version that is kept here in part."""
         msg = f"{error.message}: only the {version.level} of {version.label} are kept here"
         found = type(error)(msg, hint=error.hint)
         return self._fall_through(version, found, whole=True).content()
 
     def _fall_through(
-        self, version: Version, error: CkptStoreError, *, whole: bool = False, told: str = ""
+        self, version: Version, error: errors.CkptStoreError, *, whole: bool = False, told: str = ""
     ) -> FallThrough:
         """Return the replicas to ask: local ones first, then in the order of their naming."""
         from ckptstore.maintenance.replicas.fallback import FallThrough, Tier
@@ -337,13 +325,13 @@ class Replicas:
         from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
         msg = f"only the record of {version.label} is kept"
-        asked = self._fall_through(version, VersionNotFoundError(msg))
+        asked = self._fall_through(version, errors.VersionNotFoundError(msg))
         self._repo.check_writable()
         for found in asked.candidates():
             try:
                 wish = ReplicateRequest(again=frozenset({version.id}))
                 report = replicate(found.repo, self._repo, [found.version], wish)
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 asked.note(found.tier, error)
                 continue
             now = self._repo.catalog.version(version.id)
@@ -352,7 +340,7 @@ class Replicas:
                 return now
             message = report.failures[0].message if report.failures else "it let it go meanwhile"
             hint = f"mend this store first: ckptstore repair --from {PREFIX}{found.tier.info.name}"
-            asked.note(found.tier, CorruptObjectError(message, hint=hint))
+            asked.note(found.tier, errors.CorruptObjectError(message, hint=hint))
         raise asked.failure(asked.why)
 
 
@@ -365,10 +353,10 @@ def check_same(repo: Repo, info: ReplicaInfo) -> None:
             f"and the replica {info.name!r} is the store {info.store[:8]}"
         )
         hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
-        raise ReplicaChangedError(msg, hint=hint)
+        raise errors.ReplicaChangedError(msg, hint=hint)
 
 
-def _elsewhere(error: CkptStoreError, version: Version) -> CkptStoreError:
+def _elsewhere(error: errors.CkptStoreError, version: Version) -> errors.CkptStoreError:
     """Return the error of a version that other stores have, though none has a name here."""
     others = ", ".join(one[:8] for one in version.replicas)
     hint = f"the stores {others} have it; name one: ckptstore replica add NAME URL"

@@ -8,20 +8,16 @@ for which, and are given to no other.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
+from ckptstore import errors
+from ckptstore.backends.base import Backend
 from ckptstore.backends.key_sources import KeyInput, hidden, is_key_spec
+from ckptstore.backends.registry import open_backend
 from ckptstore.config import SYSTEM, Options
-from ckptstore.errors import (
-    InvalidInputError,
-    InvalidUrlError,
-    MissingKeyError,
-    ReplicaChangedError,
-    StoreNotFoundError,
-)
 from ckptstore.model import ReplicaInfo
 from ckptstore.replicas.places import PLACE, same_place
 from ckptstore.repo import Repo, open_repo
@@ -59,10 +55,11 @@ def open_place(url: str | os.PathLike[str], given: Mapping[str, Any]) -> Repo:
     storage = {name: value for name, value in given.items() if name not in _OWN}
     if is_key_spec(storage.get("key")):
         msg = "key is an option of the storage library, and not the key of an encrypted store"
-        raise InvalidInputError(msg, hint="give encryption_key=")
+        raise errors.InvalidInputError(msg, hint="give encryption_key=")
     limits = {name: given[name] for name in _OF_PROCESS if name in given}
-    if limits.get("workers", 0) is None:
-        del limits["workers"]
+    for name in ("workers", "cache_folder"):
+        if limits.get(name, 0) is None:
+            del limits[name]
     return open_repo(
         url,
         options=Options(**limits),
@@ -76,6 +73,8 @@ def open_place(url: str | os.PathLike[str], given: Mapping[str, Any]) -> Repo:
 def open_target(
     source: Repo,
     url: str | os.PathLike[str],
+    check: Callable[[Backend], None] | None = None,
+    /,
     *,
     dry_run: bool,
     single_writer: bool = False,
@@ -91,6 +90,8 @@ def open_target(
     ----------
     source
         The store that they come from.
+    check
+        Called with the location's storage before anything is made there; raises to refuse it.
 
     Raises
     ------
@@ -100,8 +101,14 @@ def open_target(
         As :func:`ckptstore.open`.
     """
     encryption_key = hidden(encryption_key)
+    if check is not None:
+        sent = {name: value for name, value in storage_options.items() if name not in _OWN}
+        with closing(open_backend(url, **sent)) as backend:
+            check(backend)
     keyless = source.superblock.encryption is not None and encryption_key is None
-    new: Mapping[str, Any] = {"create": True, "chunk_bytes": source.superblock.chunk_bytes}
+    own, chunk_bytes = source.options, source.superblock.chunk_bytes
+    new: Mapping[str, Any] = {"create": True, "chunk_bytes": chunk_bytes}
+    new = {**new, "host_bytes": own.host_bytes, "workers": own.workers}
     wanted = {
         **new,
         **storage_options,
@@ -112,14 +119,14 @@ def open_target(
     }
     try:
         repo = open_place(url, wanted)
-    except StoreNotFoundError as error:
+    except errors.StoreNotFoundError as error:
         if keyless:
             msg = f"{error.message}, and what is to come is encrypted where it is"
             hint = (
                 "give the new store a key: to_key=, --to-key, key in a job's file; or make one "
                 "without first, with ckptstore init"
             )
-            raise MissingKeyError(msg, hint=hint) from error
+            raise errors.MissingKeyError(msg, hint=hint) from error
         if not dry_run:
             raise
         repo = open_place(f"memory://stand-in-{SYSTEM.random_hex(8)}", new)
@@ -132,7 +139,7 @@ def check_given(replicas: object) -> None:
     if replicas is not None and not isinstance(replicas, Mapping):
         msg = f"replicas is a mapping of names to options, not {type(replicas).__name__}"
         hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
-        raise InvalidInputError(msg, hint=hint)
+        raise errors.InvalidInputError(msg, hint=hint)
 
 
 def check_bound(name: str, options: Mapping[str, Any]) -> None:
@@ -148,14 +155,14 @@ def check_bound(name: str, options: Mapping[str, Any]) -> None:
     place = options.get(PLACE)
     if place is not None and (not isinstance(place, str) or not place):
         msg = f"the {PLACE} among the options of the replica {name!r} is no text"
-        raise InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
+        raise errors.InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
     sent = sorted(set(options) - _OWN - {PLACE})
     if sent and place is None:
         msg = (
             f"the options of the replica {name!r} ({', '.join(sent)}) do not say for which place "
             "they are: who can write to the log can name another"
         )
-        raise InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
+        raise errors.InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
 
 
 def check_meant(info: ReplicaInfo, options: Mapping[str, Any]) -> None:
@@ -173,13 +180,13 @@ def check_meant(info: ReplicaInfo, options: Mapping[str, Any]) -> None:
     if place is None:
         if "://" in info.url and "::" in info.url:
             msg = f"{info.url} is a chain of file systems, and only the log says that it is meant"
-            raise InvalidUrlError(msg, hint=_hint(info.name, info.url))
+            raise errors.InvalidUrlError(msg, hint=_hint(info.name, info.url))
     elif not same_place(place, info.url):
-        msg = (
+        raise errors.ReplicaChangedError(
             f"the options of the replica {info.name!r} are for {place}, and the log says that it "
-            f"is at {info.url}"
+            f"is at {info.url}",
+            hint=f"if it moved there: {_hint(info.name, info.url)}",
         )
-        raise ReplicaChangedError(msg, hint=f"if it moved there: {_hint(info.name, info.url)}")
 
 
 def _hint(name: str, url: str) -> str:

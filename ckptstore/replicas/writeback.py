@@ -19,24 +19,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    NotReplicatedError,
-    OperationCancelledError,
-)
 from ckptstore.events import Events, SaveEvent
 from ckptstore.format.names import check_listed
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.repo import Finding, Repo
 from ckptstore.saver.thread_priority import step_back
-
-__all__ = ["WriteBack"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -82,7 +75,7 @@ class WriteBack:
         self._busy = False
         self._closing = False
         self._stopped = False
-        self._failure: CkptStoreError | None = None
+        self._failure: errors.CkptStoreError | None = None
         self._attempts = 0
         """Number of attempts that ended, well or not."""
         self._failures = 0
@@ -101,7 +94,7 @@ class WriteBack:
         return len(self._mine)
 
     @property
-    def error(self) -> CkptStoreError | None:
+    def error(self) -> errors.CkptStoreError | None:
         """Why the last attempt failed; None if it did not."""
         return self._failure
 
@@ -142,7 +135,7 @@ class WriteBack:
         end = None if timeout_s is None else self._environment.monotonic() + timeout_s
         if self._pid != os.getpid():
             msg = "this write-back is of the process that this one was forked from"
-            raise NotReplicatedError(msg, hint="open the store in this process")
+            raise errors.NotReplicatedError(msg, hint="open the store in this process")
         with self._changed:
             failed = self._failures and self._attempts
             while self._waits_for(version):
@@ -158,23 +151,20 @@ class WriteBack:
                 self._changed.wait(left)
             if version is not None and version in self._unable:
                 msg = f"#{version[:8]} does not come to replica {self.replica.name!r}: "
-                raise NotReplicatedError(msg + self._unable[version])
+                raise errors.NotReplicatedError(msg + self._unable[version])
 
     def _waits_for(self, version: str | None) -> bool:
         if version is None:
             return bool(self._mine)
-        catalog = self._here.catalog
-        noted = catalog.has_version(version) and self.replica.store in (
-            catalog.version(version).replicas
-        )
-        return not noted
+        found = self._here.catalog.find(version)
+        return found is None or self.replica.store not in found.replicas
 
-    def _late(self, version: str | None) -> NotReplicatedError:
+    def _late(self, version: str | None) -> errors.NotReplicatedError:
         what = f"#{version[:8]} is" if version else f"{len(self._mine)} versions are"
         why = f": {self._failure.message}" if self._failure is not None else ""
         msg = f"{what} durable here and not in replica {self.replica.name!r} yet{why}"
         hint = f"later: ckptstore replicate --to replica:{self.replica.name}; or write back again"
-        error = NotReplicatedError(msg, hint=hint)
+        error = errors.NotReplicatedError(msg, hint=hint)
         error.__cause__ = self._failure
         return error
 
@@ -205,7 +195,7 @@ class WriteBack:
         for reason in self._unable.values():
             count = len(self._unable)
             msg = f"{count} versions do not come to replica {self.replica.name!r}: {reason}"
-            raise NotReplicatedError(msg, hint="ckptstore verify says what is damaged")
+            raise errors.NotReplicatedError(msg, hint="ckptstore verify says what is damaged")
 
     def stop(self) -> None:
         """End after the request that is under way; raises nothing."""
@@ -223,7 +213,7 @@ class WriteBack:
         try:
             while self._await_work():
                 self._attempt()
-        except OperationCancelledError:
+        except errors.OperationCancelledError:
             _log.info("write-back to replica %r ended", self.replica.name)
         finally:
             with self._changed:
@@ -233,7 +223,7 @@ class WriteBack:
     def _attempt(self) -> None:
         try:
             self._round()
-        except OperationCancelledError:
+        except errors.OperationCancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - a thread of ours: it arrives at who waits
             self._failed(error)
@@ -263,11 +253,11 @@ class WriteBack:
         OperationCancelledError
             There is no next one: it is being closed.
         """
-        failure = error if isinstance(error, CkptStoreError) else None
+        failure = error if isinstance(error, errors.CkptStoreError) else None
         with self._changed:
             self._failures += 1
             self._attempts += 1
-            self._failure = failure or NotReplicatedError(f"{type(error).__name__}: {error}")
+            self._failure = failure or errors.NotReplicatedError(f"{type(error).__name__}: {error}")
             self._asked, self._busy = True, False
             self._changed.notify_all()
             pause = min(
@@ -275,12 +265,12 @@ class WriteBack:
                 limits.WRITE_BACK_PAUSE_S * 2 ** min(self._failures - 1, 20),
             ) * (0.5 + self._environment.jitter() / 2)
             if self._closing:
-                msg = "closed after a failure"
-                raise OperationCancelledError(msg) from error
+                raise errors.OperationCancelledError("closed after a failure") from error
             what = "versions are not in replica %r yet: %s; trying again in %.0f s"
             _log.warning(what, self.replica.name, error, pause, exc_info=None if failure else error)
             self._changed.wait_for(lambda: self._closing, pause)
 
+    @operation("write-back")
     def _round(self) -> None:
         """Replicate missing versions, the newest first, until there are none."""
         from ckptstore.maintenance.replicas.replicate import replicate
@@ -298,7 +288,7 @@ class WriteBack:
                 self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
                     msg = f"what it has cannot be noted here: {report.note_failure}"
-                    raise NotReplicatedError(msg)
+                    raise errors.NotReplicatedError(msg)
         except BaseException:
             self._all = self._all or everything
             raise
@@ -308,8 +298,7 @@ class WriteBack:
         there.refresh()
         with self._changed:
             if self._stopped:
-                msg = "the write-back was stopped"
-                raise OperationCancelledError(msg)
+                raise errors.OperationCancelledError("the write-back was stopped")
         return there
 
     def _next(self, *, everything: bool) -> list[Version]:
@@ -321,9 +310,9 @@ class WriteBack:
         missing = self._missing(catalog, everything=everything)
         with self._changed:  # nobody waits for versions that are gone since then, or there
             for one in mine:
-                if not catalog.has_version(one):
+                now = catalog.find(one)
+                if now is None:
                     continue
-                now = catalog.version(one)
                 if now.deleted or now.level == "record" or self._has(now):
                     self._mine.pop(one, None)
             self._changed.notify_all()
@@ -354,8 +343,8 @@ class WriteBack:
         """Return whether the replica is noted to have a version, and, restored maybe, knows it."""
         if self.replica.store not in version.replicas or self._there is None:
             return self.replica.store in version.replicas
-        there = self._there.catalog
-        return there.has_version(version.id) and had_content(there.version(version.id))
+        there = self._there.catalog.find(version.id)
+        return there is not None and had_content(there)
 
     def _settle(self, batch: Sequence[Version], failures: dict[str, str]) -> None:
         """Note the fate of some versions, and tell."""
@@ -409,7 +398,7 @@ class WriteBacks:
         """Write back to a replica from now on; see :meth:`ckptstore.Store.write_back`."""
         if bytes_per_s < 0 or (close_timeout_s is not None and close_timeout_s < 0):
             msg = f"bytes_per_s={bytes_per_s}, close_timeout_s={close_timeout_s}: not below 0"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
         wanted = None if runs is None else check_listed(runs, "runs")
         info = self._replicas.info(name)
         self._repo.check_writable()
@@ -442,7 +431,8 @@ class WriteBacks:
         chosen = [one for one in self.own() if replica in (None, one.replica.name)]
         if not chosen:
             msg = "nothing is written back" + ("" if replica is None else f" to {replica!r}")
-            raise InvalidInputError(msg, hint="store.write_back('cold'), or run(write_back='cold')")
+            hint = "store.write_back('cold'), or run(write_back='cold')"
+            raise errors.InvalidInputError(msg, hint=hint)
         for one in chosen:
             one.wait(version.id, timeout_s)
         return self._repo.refresh().version(version.id)
@@ -451,18 +441,13 @@ class WriteBacks:
         """Return what this very process writes back."""
         return [one for (pid, _), one in self._begun.items() if pid == os.getpid()]
 
-    def committed(self, version: Version) -> None:
-        """Hear of a version that was saved another way than by a run of this object."""
-        for one in self.own():
-            one.saved(version.run, version.id)
-
-    def close(self, *, at_once: bool = False) -> NotReplicatedError | None:
+    def close(self, *, at_once: bool = False) -> errors.NotReplicatedError | None:
         """End them; return the first failure."""
-        first: NotReplicatedError | None = None
+        first: errors.NotReplicatedError | None = None
         for one in self.own():
             try:
                 one.close(0.0 if at_once else one.close_timeout_s)
-            except NotReplicatedError as error:
+            except errors.NotReplicatedError as error:
                 first = first or error
         self._begun.clear()
         return first
@@ -496,7 +481,7 @@ def _end_all() -> None:
     for one in list(_all):
         try:
             one.close(limits.WRITE_BACK_EXIT_S)
-        except NotReplicatedError as error:
+        except errors.NotReplicatedError as error:
             _log.warning("%s", error)
 
 

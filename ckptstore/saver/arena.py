@@ -38,9 +38,9 @@ class Arena:
     """
 
     def __init__(self, size_bytes: int, *, shared: bool) -> None:
-        self.number = next(_numbers)
+        self.number: int = next(_numbers)
         self.size_bytes = size_bytes
-        self.fd = -1
+        self.fd: int = -1
         try:
             self._map = self._shared(size_bytes) if shared else _private(size_bytes)
         except OSError as error:
@@ -53,7 +53,7 @@ class Arena:
         if sys.platform == "linux" and not shared:  # shared memory is never copied
             with contextlib.suppress(OSError):  # an old kernel: pages are copied when written
                 self._map.madvise(_MADV_WIPEONFORK)
-        self.view = memoryview(self._map)
+        self.view: memoryview = memoryview(self._map)
         """All of it, writable."""
         self.unpin: Callable[[], None] | None = None
         """Ends the pinning of the memory; None if it is not pinned."""

@@ -20,21 +20,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
 from ckptstore.repo import Finding, Repo
+from ckptstore.saver import messages
 from ckptstore.saver.job_writer import JobWriter
-from ckptstore.saver.messages import (
-    Answer,
-    Cancel,
-    Channel,
-    Close,
-    Compare,
-    Failed,
-    Forget,
-    Lend,
-    Ready,
-    Report,
-    Setup,
-    Wrote,
-)
 from ckptstore.saver.save_job import SaveJob
 
 _log = logging.getLogger("ckptstore")
@@ -55,7 +42,7 @@ def main(fd: int, parent: int) -> None:
     os.nice(limits.BACKGROUND_NICE)
     logging.basicConfig(format=f"ckptstore saver {os.getpid()}: %(message)s")
     end = socket.socket(fileno=fd)
-    channel = Channel(end, peer=_watch(parent))
+    channel = messages.Channel(end, peer=_watch(parent))
     try:
         received = channel.receive()
         if received is None:
@@ -64,15 +51,15 @@ def main(fd: int, parent: int) -> None:
     except Exception as error:  # noqa: BLE001 - the parent decides what to do about it
         problem = f"{type(error).__name__}: {error}"
         _log.warning("cannot begin: %s", problem)
-        _send(channel, Ready(problem=problem))
+        _send(channel, messages.Ready(problem=problem))
         return
-    _send(channel, Ready())
+    _send(channel, messages.Ready())
     repo.log.befriend(parent)
     with repo:
         _ChildSaver(repo, channel).serve()
 
 
-def _send(channel: Channel, message: object) -> bool:
+def _send(channel: messages.Channel, message: object) -> bool:
     """Send to the parent; return whether it is still there."""
     try:
         channel.send(message)
@@ -93,7 +80,7 @@ def _watch(parent: int) -> int:
     return watched
 
 
-def _repo(setup: Setup) -> Repo:
+def _repo(setup: messages.Setup) -> Repo:
     def known(_: Backend, __: Environment) -> Finding:
         return Finding(put_if_absent=setup.put_if_absent, report={})
 
@@ -103,7 +90,7 @@ def _repo(setup: Setup) -> Repo:
 class _ChildSaver:
     """The main thread takes orders, and another one writes."""
 
-    def __init__(self, repo: Repo, channel: Channel) -> None:
+    def __init__(self, repo: Repo, channel: messages.Channel) -> None:
         self._environment = repo.environment
         self._channel = channel
         self._alone = False
@@ -124,41 +111,40 @@ class _ChildSaver:
         """Obey until the end; return whether it was the parent's end, too."""
         while (received := self._channel.receive()) is not None:
             order, fd = received
-            if isinstance(order, Close):
+            if isinstance(order, messages.Close):
                 return False
             self._obey(order, fd)
         return True
 
     def _obey(self, order: object, fd: int) -> None:
         match order:
-            case Lend():
+            case messages.Lend():
                 self._arenas[order.arena] = memoryview(mmap.mmap(fd, order.size_bytes))
                 os.close(fd)
-            case Forget():
+            case messages.Forget():
                 self._arenas.pop(order.arena, None)
             case SaveJob():
                 self._writer.take(order, self._arenas[order.arena])
-            case Compare():
+            case messages.Compare():
                 self._writer.compare(order.number, order.digests)
-            case Cancel():
+            case messages.Cancel():
                 done = self._writer.cancel(order.number)
-                self._tell(Answer(number=order.number, cancelled=done))
+                self._tell(messages.Answer(number=order.number, cancelled=done))
             case _:
-                msg = f"an order of a kind that is not known: {order!r:.80}"
-                raise TypeError(msg)
+                raise TypeError(f"an order of a kind that is not known: {order!r:.80}")
 
-    def _report(self, job: SaveJob, report: Report) -> None:
+    def _report(self, job: SaveJob, report: messages.Report) -> None:
         """Tell what becomes of a job; how far it is, not too often."""
         now = self._environment.monotonic()
-        if isinstance(report, Wrote):
+        if isinstance(report, messages.Wrote):
             if now - self._told_at < limits.PROGRESS_S:
                 return
             self._told_at = now
-        elif isinstance(report, Failed):
+        elif isinstance(report, messages.Failed):
             if self._alone:
                 run, step = job.request.run, job.request.step
                 _log.error("the save of %s@%s failed: %s", run, step, report.error)
-            report = Failed(number=job.number, error=_portable(report.error))
+            report = messages.Failed(number=job.number, error=_portable(report.error))
         self._tell(report)
 
     def _tell(self, message: object) -> None:

@@ -70,7 +70,7 @@ class EngineSupervisor:
         self._repo = repo
         self._ended = ended
         self._wanted = repo.options.engine
-        self.kind = self._wanted
+        self.kind: str = self._wanted
         if self._wanted == "auto":
             self.kind = "thread" if why_not(repo) else "process"
         budget = repo.options.staging_bytes

@@ -13,9 +13,9 @@ from ckptstore.saver.save_state import BackgroundSave
 class PendingSave:
     """A save in the background, with two moments: staged, and durable. Any thread may use it.
 
-    From the first on the caller may change its state; from the second on the version is visible
-    and survives everything that the storage survives. Nothing has to be called on it: an error
-    that nobody asked for is logged at once, and raised by the next save of the run or by
+    From the first on the caller may change its state; from the second on the version is visible and
+    durable. An error that nobody asked for is logged at once, and raised by the next save of the
+    run or by
     :meth:`ckptstore.Store.close`.
     """
 

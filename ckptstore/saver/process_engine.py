@@ -14,31 +14,11 @@ import sys
 import threading
 from dataclasses import dataclass, field, replace
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import PutIfAbsent
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    LimitError,
-    OperationCancelledError,
-    SaverDiedError,
-)
 from ckptstore.repo import Repo
+from ckptstore.saver import messages
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.messages import (
-    Answer,
-    Cancel,
-    Channel,
-    Close,
-    Compare,
-    Done,
-    Failed,
-    Forget,
-    Lend,
-    Ready,
-    Setup,
-    Wrote,
-)
 from ckptstore.saver.save_job import Hear, SaveJob
 from ckptstore.saver.staged import Digests
 
@@ -65,8 +45,8 @@ def why_not(repo: Repo) -> str:
     return ""
 
 
-def _setup(repo: Repo) -> Setup:
-    return Setup(
+def _setup(repo: Repo) -> messages.Setup:
+    return messages.Setup(
         backend=repo.backend,
         superblock=repo.superblock,
         put_if_absent=repo.put_if_absent(),
@@ -82,7 +62,7 @@ class _Waiting:
     """Id that it makes."""
     answered: threading.Event = field(default_factory=threading.Event)
     cancelled: bool = False
-    problem: LimitError | None = None
+    problem: errors.LimitError | None = None
     """Why this process has cancelled it."""
 
 
@@ -103,7 +83,7 @@ class ProcessEngine:
         reason = why_not(repo)
         if reason:
             msg = f"{repo.url} cannot be saved to by another process: {reason}"
-            raise InvalidInputError(msg, hint="use engine='thread'")
+            raise errors.InvalidInputError(msg, hint="use engine='thread'")
         self._repo = repo
         self._hear = hear
         self._lent: set[int] = set()
@@ -124,7 +104,7 @@ class ProcessEngine:
         except OSError as error:
             self._channel.close()
             msg = f"a process that saves cannot be told where to: {error.strerror}"
-            raise SaverDiedError(msg, hint="see ulimit -n") from error
+            raise errors.SaverDiedError(msg, hint="see ulimit -n") from error
 
     @property
     def pid(self) -> int:
@@ -135,12 +115,14 @@ class ProcessEngine:
         """Take a job over: from now on it is written, whatever becomes of this process."""
         with self._lock:
             if self.gone:
-                raise SaverDiedError(self.gone)
+                raise errors.SaverDiedError(self.gone)
             self._jobs[job.number] = _Waiting(version=job.version)
         try:
             with self._sending:  # the arena arrives before the job that lies in it
                 if arena.number not in self._lent:
-                    self._send(Lend(arena=arena.number, size_bytes=arena.size_bytes), arena.fd)
+                    self._send(
+                        messages.Lend(arena=arena.number, size_bytes=arena.size_bytes), arena.fd
+                    )
                     self._lent.add(arena.number)
                 self._send(job)
         except OSError as error:
@@ -148,18 +130,18 @@ class ProcessEngine:
                 waiting = self._jobs.pop(job.number, None)
             if waiting is not None:  # else the thread that reads has told
                 waiting.answered.set()
-                self._hear(self, Failed(number=job.number, error=_unsent(error)))
+                self._hear(self, messages.Failed(number=job.number, error=_unsent(error)))
 
     def compare(self, number: int, digests: Digests) -> None:
         """Give a job its digests; one whose digests cannot be sent fails."""
         try:
-            self._send(Compare(number=number, digests=digests))
+            self._send(messages.Compare(number=number, digests=digests))
         except OSError as error:
             with self._lock:
                 waiting = self._jobs.get(number)
             if waiting is not None:
                 waiting.problem = _unsent(error)
-                self._send(Cancel(number=number))  # it would wait for them for ever
+                self._send(messages.Cancel(number=number))  # it would wait for them for ever
 
     def cancel(self, number: int) -> bool:
         """Cancel a job; waits for the child's word.
@@ -171,10 +153,10 @@ class ProcessEngine:
             waiting = self._jobs.get(number)
         if waiting is None:
             return False
-        self._send(Cancel(number=number))
+        self._send(messages.Cancel(number=number))
         if threading.current_thread() is self._reader:
             while not waiting.answered.is_set() and (received := self._channel.receive()):
-                if not isinstance(received[0], Wrote):
+                if not isinstance(received[0], messages.Wrote):
                     self._pass_on(received[0])
         else:
             waiting.answered.wait()
@@ -185,12 +167,12 @@ class ProcessEngine:
         with self._sending:
             if arena in self._lent:
                 self._lent.discard(arena)
-                self._send(Forget(arena=arena))
+                self._send(messages.Forget(arena=arena))
 
     def close(self) -> None:
         """Finish what was submitted, and end the child."""
         try:
-            self._send(Close())
+            self._send(messages.Close())
         except OSError:
             self._channel.close()  # the end of the stream tells as much
         self._reader.join()
@@ -231,45 +213,47 @@ class ProcessEngine:
                 self._lost(number, waiting)
 
     def _pass_on(self, message: object) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, messages.Ready):
             self._problem = message.problem
             self.began = not message.problem
-        elif isinstance(message, Wrote):
+        elif isinstance(message, messages.Wrote):
             self._hear(self, message)
-        elif isinstance(message, Answer):
+        elif isinstance(message, messages.Answer):
             with self._lock:
                 asked = self._jobs.get(message.number)
             if asked is not None:
                 asked.cancelled = message.cancelled
                 asked.answered.set()
-        elif isinstance(message, Done | Failed):
+        elif isinstance(message, messages.Done | messages.Failed):
             with self._lock:
                 waiting = self._jobs.pop(message.number)
             waiting.answered.set()
-            if isinstance(message, Failed) and isinstance(message.error, OperationCancelledError):
+            if isinstance(message, messages.Failed) and isinstance(
+                message.error, errors.OperationCancelledError
+            ):
                 message = replace(message, error=waiting.problem or message.error)
             self._hear(self, message)
 
     def _lost(self, number: int, waiting: _Waiting) -> None:
         """Tell what became of a job whose writer is gone: the log knows."""
         waiting.answered.set()
-        error: SaverDiedError
+        error: errors.SaverDiedError
         try:
             catalog = self._repo.refresh()
-        except CkptStoreError as unread:
+        except errors.CkptStoreError as unread:
             msg = f"{self.gone}; whether {waiting.version} appeared is not known: {unread.message}"
-            error = SaverDiedError(msg, hint="look at the versions of the run")
+            error = errors.SaverDiedError(msg, hint="look at the versions of the run")
         else:
             if catalog.has_version(waiting.version):
                 version = catalog.version(waiting.version)
-                done = Done(number=number, version=version, receipt={**version.receipt})
+                done = messages.Done(number=number, version=version, receipt={**version.receipt})
                 self._hear(self, done)
                 return
-            error = SaverDiedError(self.gone, hint="save again")
-        self._hear(self, Failed(number=number, error=error))
+            error = errors.SaverDiedError(self.gone, hint="save again")
+        self._hear(self, messages.Failed(number=number, error=error))
 
 
-def _start() -> tuple[subprocess.Popen[bytes], Channel]:
+def _start() -> tuple[subprocess.Popen[bytes], messages.Channel]:
     """Start a child; return it with the channel to it."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -286,13 +270,14 @@ def _start() -> tuple[subprocess.Popen[bytes], Channel]:
         except OSError as error:
             ours.close()
             msg = f"a process that saves cannot be started: {error}"
-            raise SaverDiedError(msg, hint="use engine='thread'") from error
-    return process, Channel(ours)
+            raise errors.SaverDiedError(msg, hint="use engine='thread'") from error
+    return process, messages.Channel(ours)
 
 
-def _unsent(error: OSError) -> LimitError:
+def _unsent(error: OSError) -> errors.LimitError:
     msg = f"a save cannot be handed to the process that saves: {error.strerror}"
-    return LimitError(msg, hint="see ulimit -n, and the memory that is free; then save again")
+    hint = "see ulimit -n, and the memory that is free; then save again"
+    return errors.LimitError(msg, hint=hint)
 
 
 def _cause(status: int, problem: str) -> str:

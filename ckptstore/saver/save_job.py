@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
@@ -43,8 +44,7 @@ class CancellationToken:
     def check(self) -> None:
         """Raise OperationCancelledError if the save was cancelled."""
         if self._cancelled:
-            msg = "the save was cancelled"
-            raise OperationCancelledError(msg)
+            raise OperationCancelledError("the save was cancelled")
 
     def commit(self) -> None:
         """Begin to commit: from now on nothing cancels it. Raises as :meth:`check`."""
@@ -120,6 +120,7 @@ Hear: TypeAlias = Callable[[SaveEngine, Report], None]
 """Hears from an engine what becomes of its jobs; called in threads of the engine."""
 
 
+@operation("save")
 def write_job(
     repo: Repo,
     job: SaveJob,

@@ -48,10 +48,18 @@ class BackgroundSave:
         on_progress: ProgressCallback,
     ) -> None:
         self.number = number
-        self.run = request.run
-        self.step = request.step
+        self.run: str = request.run
+        self.step: int = request.step
         self.version_id = version
-        self.heard = False
+        self.state: ReceiptState = "waiting"
+        """The state it is in; this class alone sets it, and the next three."""
+        self.reached_staged: bool = False
+        """Whether the state was copied, whatever came after."""
+        self.progress = Progress(stage="stage", done=0, total=0)
+        """Bytes that are done."""
+        self.error: BaseException | None = None
+        """Why it failed."""
+        self.heard: bool = False
         """The error was raised to somebody."""
         self.staging: Staging | None = None
         self.arena: Arena | None = None
@@ -69,8 +77,6 @@ class BackgroundSave:
         self._environment = environment
         self._on_progress = on_progress
         self._changed = threading.Condition()
-        self._state: ReceiptState = "waiting"
-        self._reached_staged = False
         self._called = began
         self._returned: float | None = None
         self._waits_count = 0
@@ -78,36 +84,14 @@ class BackgroundSave:
         self._waited = 0.0
         self._staging_s = 0.0
         self._numbers: dict[str, float] = {}
-        self._progress = Progress(stage="stage", done=0, total=0)
-        self._error: BaseException | None = None
         self._version: Version | None = None
 
     # --- looking ------------------------------------------------------------------------------
 
     @property
-    def state(self) -> ReceiptState:
-        """The state it is in."""
-        return self._state
-
-    @property
     def over(self) -> bool:
         """Whether nothing more becomes of it."""
-        return self._state not in ("waiting", "staged")
-
-    @property
-    def reached_staged(self) -> bool:
-        """Whether the state was copied, whatever came after."""
-        return self._reached_staged
-
-    @property
-    def progress(self) -> Progress:
-        """Bytes that are done."""
-        return self._progress
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed."""
-        return self._error
+        return self.state not in ("waiting", "staged")
 
     def numbers(self) -> dict[str, float]:
         """Return the entries of the receipt so far."""
@@ -120,7 +104,7 @@ class BackgroundSave:
 
     def receipt(self) -> Receipt:
         """Return the receipt so far."""
-        return Receipt.of(self.numbers(), self._state)
+        return Receipt.of(self.numbers(), self.state)
 
     # --- waiting ------------------------------------------------------------------------------
 
@@ -134,7 +118,7 @@ class BackgroundSave:
                 self._waits_since = self._environment.monotonic()
             self._waits_count += 1
             try:
-                return self._changed.wait_for(lambda: self._reached_staged or self.over, timeout)
+                return self._changed.wait_for(lambda: self.reached_staged or self.over, timeout)
             finally:
                 self._waits_count -= 1
                 if not self._waits_count:
@@ -147,14 +131,14 @@ class BackgroundSave:
 
     def raise_error(self) -> None:
         """Raise why there is no version, if there is none, and never will be."""
-        if self._state in ("durable", "waiting", "staged"):
+        if self.state in ("durable", "waiting", "staged"):
             return
         self.heard = True
-        if self._state == "skipped":
+        if self.state == "skipped":
             msg = f"the save of {self.run}@{self.step} was skipped: one before it was under way"
             raise SaveBusyError(msg)
-        assert self._error is not None  # noqa: S101 - the ends without a version all have one
-        raise self._error
+        assert self.error is not None  # noqa: S101 - the ends without a version all have one
+        raise self.error
 
     def result(self) -> Version:
         """Return the version; raises if there is none."""
@@ -207,23 +191,23 @@ class BackgroundSave:
     def staged(self) -> None:
         """Note that the caller may change the state; it may be durable by then."""
         with self._changed:
-            self._reached_staged = True
-            if self._state == "waiting":
-                self._state = "staged"
+            self.reached_staged = True
+            if self.state == "waiting":
+                self.state = "staged"
             self._changed.notify_all()
 
     def progressed(self, done: int, total: int) -> None:
         """Note how far the engine is."""
-        self._progress = Progress(stage="write", done=done, total=total)
+        self.progress = Progress(stage="write", done=done, total=total)
         try:
-            self._on_progress(self._progress)
+            self._on_progress(self.progress)
         except Exception:  # noqa: BLE001 - the user's code, in a thread of ours
             _log.exception("the progress callback of the save of %s@%s failed", self.run, self.step)
 
     def skip(self) -> None:
         """End it before it began."""
         with self._changed:
-            self._state = "skipped"
+            self.state = "skipped"
             self._returned = self._environment.monotonic()
             self._changed.notify_all()
 
@@ -234,13 +218,13 @@ class BackgroundSave:
             self._draft, self._described = None, None
             if isinstance(end, Done):
                 self._numbers.update(end.receipt)
-                self._version, self._state = end.version, "durable"
+                self._version, self.state = end.version, "durable"
                 size = int(self._numbers.get("logical_bytes", 0))
-                self._progress = Progress(stage="write", done=size, total=size)
+                self.progress = Progress(stage="write", done=size, total=size)
             else:
-                self._error = end.error
+                self.error = end.error
                 if isinstance(end.error, OperationCancelledError):
-                    self._state, self.heard = "cancelled", True
+                    self.state, self.heard = "cancelled", True
                 else:
-                    self._state = "failed"
+                    self.state = "failed"
             self._changed.notify_all()

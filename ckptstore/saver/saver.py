@@ -39,8 +39,8 @@ class Saver:
     """
 
     def __init__(self, repo: Repo, events: Events) -> None:
-        self.pid = os.getpid()
-        self.dispatcher = EngineSupervisor(repo, self._end)
+        self.pid: int = os.getpid()
+        self.dispatcher: EngineSupervisor = EngineSupervisor(repo, self._end)
         self._repo = repo
         self._events = events
         self._admitting = threading.Lock()
@@ -85,7 +85,7 @@ class Saver:
             raise InvalidInputError(msg, hint="wait, skip or fail; now or background")
         self._repo.check_writable()
         check_choice(request.codec)
-        wishes = request.plain()
+        wishes = request.portable()
         save = BackgroundSave(
             number=next(_numbers),
             request=wishes,
@@ -117,7 +117,7 @@ class Saver:
         later: bool,
     ) -> Staging | None:
         """Take a state apart and find room for it; None if the save is skipped."""
-        flat = flatten(state, request.adapters)
+        flat = flatten(state, request.adapters, plain=request.plain)
         layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
         lent: list[Arena] = []
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from ckptstore.byte_copies import copy_bytes
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import xxh3_64
 from ckptstore.objects.sources import Payload, PieceSource
@@ -72,10 +71,7 @@ class StagedBytes:
             The save was cancelled.
         """
         self._check()
-        np.copyto(
-            np.frombuffer(out, np.uint8),
-            np.frombuffer(self._memory[start : start + len(out)], np.uint8),
-        )
+        copy_bytes(out, self._memory[start : start + len(out)])
         digests = self._digests
         if digests is not None and xxh3_64(out) != digests[start // self._tensor.piece_bytes]:
             msg = f"{self._tensor.name!r} was changed in memory after it had been staged"

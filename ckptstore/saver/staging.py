@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -13,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from ckptstore import limits
-from ckptstore.chunking import cut, piece_bytes
+from ckptstore.chunking import cut, in_batches, piece_bytes
 from ckptstore.errors import CkptStoreError, TornStateError
 from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
+from ckptstore.prefault import prefault
 from ckptstore.saver.arena import ALIGN_BYTES, Arena
 from ckptstore.saver.staged import Digests, StagedTensor
 from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, settle
@@ -221,7 +223,7 @@ class Staging:
             else:
                 self._left.append(place)
         settle(source for source in self._sources if not on_device(source))
-        self._copy(now)
+        self.copy(places=now)
         self._device.start()
 
     def describe(self) -> tuple[StagedTensor, ...]:
@@ -246,8 +248,10 @@ class Staging:
         helpers: Executor | None = None,
         helpers_count: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
+        *,
+        places: Sequence[int] | None = None,
     ) -> None:
-        """Copy the rest.
+        """Copy the rest, or the tensors at `places`; small ones together.
 
         Parameters
         ----------
@@ -256,7 +260,33 @@ class Staging:
         meanwhile
             Called while these copy; then this thread copies too.
         """
-        self._copy(self._left, helpers, helpers_count, meanwhile)
+        layout, chosen = self._layout, self._left if places is None else places
+        pieces = (
+            (place, *part) for place in chosen for part in cut(layout.sizes[place], _BATCH_BYTES)
+        )
+        parts = in_batches(pieces, itemgetter(2), _BATCH_BYTES)
+        taking = threading.Lock()
+
+        def step() -> bool:
+            """Copy a batch; return whether there was one."""
+            with taking:
+                batch = next(parts, None)
+            for place, start, size in batch or ():
+                self._copy_part(place, start, size)
+            return batch is not None
+
+        def work() -> None:
+            while step():
+                pass
+
+        futures = [helpers.submit(work) for _ in range(helpers_count)] if helpers else []
+        try:
+            step()  # leaves the interpreter to the helpers: they begin too
+            meanwhile()
+            work()
+        finally:
+            for future in futures:
+                future.result()
 
     def settle(self) -> None:
         """Wait for the copies from devices; then the caller may change the state.
@@ -280,51 +310,10 @@ class Staging:
             found.append([xxh3_64(data[at : at + size]) for at, size in cut(total, piece)])
         return found
 
-    def _copy(
-        self,
-        places: Sequence[int],
-        helpers: Executor | None = None,
-        helpers_count: int = 0,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        parts = self._parts(places)
-        taking = threading.Lock()
-
-        def work() -> None:
-            """Copy batch after batch until none is left."""
-            while True:
-                with taking:
-                    batch = next(parts, None)
-                if batch is None:
-                    return
-                for place, start, size in batch:
-                    self._copy_part(place, start, size)
-
-        futures = [helpers.submit(work) for _ in range(helpers_count)] if helpers else []
-        try:
-            meanwhile()
-            work()
-        finally:
-            for future in futures:
-                future.result()
-
-    def _parts(self, places: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield tensor, start and length of what a thread copies at once, small ones together."""
-        batch: list[tuple[int, int, int]] = []
-        size = 0
-        for place in places:
-            for start, length in cut(self._layout.sizes[place], _BATCH_BYTES):
-                batch.append((place, start, length))
-                size += length
-                if size >= _BATCH_BYTES:
-                    yield batch
-                    batch, size = [], 0
-        if batch:
-            yield batch
-
     def _copy_part(self, place: int, start: int, size: int) -> None:
         at = self._layout.offsets[place] + start
         target = self._bytes[at : at + size]
+        prefault(target.data)
         source = self._sources[place]
         view = source.payload.view()
         if view is None:

@@ -17,13 +17,10 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.skeleton import Leaf
-from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.lazy import LazyTensor
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.tensor_bytes import dtype_named
-
-__all__ = ["Pair", "TensorError", "compare"]
 
 # Elements that are compared at once. Source: a window takes some 60 bytes an element (both sides as
 # stored and as float64, the difference, masks): 64 MB, whatever the tensors.
@@ -116,8 +113,7 @@ class _Window(NamedTuple):
 
 def compare(
     repo: Repo,
-    first: tuple[Version, Content],
-    second: tuple[Version, Content],
+    contents: tuple[Content, Content],
     pairs: Iterable[Pair],
     *,
     progress: ProgressCallback = silent,
@@ -137,7 +133,6 @@ def compare(
         The storage failed.
     """
     chosen = list(pairs)
-    contents = (first[1], second[1])
     sums = {place: _Sums() for place, pair in enumerate(chosen) if _streams(pair, contents)}
     total = sum(contents[0].manifest.tensors[chosen[p].first.index].nbytes for p in sums)
     done = 0
@@ -159,8 +154,7 @@ def _streams(pair: Pair, contents: tuple[Content, Content]) -> bool:
         return False
     one, two = (c.manifest.tensors[leaf.index] for c, leaf in zip(contents, pair, strict=True))
     if one.shape != two.shape:
-        msg = f"the shapes {one.shape} and {two.shape} cannot be compared"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"the shapes {one.shape} and {two.shape} cannot be compared")
     complex_both = one.dtype.startswith("complex") == two.dtype.startswith("complex")
     same_order = (one.order, one.blocks) == (two.order, two.blocks)
     return complex_both and same_order and _is_numeric(one.dtype) and _is_numeric(two.dtype)

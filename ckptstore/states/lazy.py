@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
+from ckptstore import errors
+from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.regions import Region, read_regions
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    TensorIndexError,
-    TensorNotFoundError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
@@ -28,7 +24,9 @@ from ckptstore.format.paths import Path, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Leaf, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 from ckptstore.states.load import LoadRequest, load_state
+from ckptstore.suggestions import Suggesting
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.destination import Destination
@@ -37,22 +35,14 @@ from ckptstore.tensors.restore import MapLocation
 Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
 
 # Leaves that are exactly one stored tensor, so that a part of them is a box of its elements.
-_SLICEABLE = frozenset({"tensor", "parameter", "buffer"})
+SLICEABLE: Final = frozenset({"tensor", "parameter", "buffer"})
 
 
-class LazyVersion:
+class LazyVersion(Shown):
     """One version, read only as far as its manifest.
 
     It has the attributes of :class:`ckptstore.Version` (``id``, ``run``, ``step``, ``metrics``,
     ...). Any thread may use it while the store is open.
-
-    Parameters
-    ----------
-    whole
-        For a version that is kept only in part: gets the error that makes it necessary, and returns
-        the whole version from another store.
-    again
-        Returns the version again; stored in a pickle. None: the version cannot be pickled.
     """
 
     def __init__(
@@ -61,12 +51,15 @@ class LazyVersion:
         info: Version,
         content: Content,
         *,
-        whole: Callable[[CkptStoreError], Content] | None = None,
+        whole: Callable[[errors.CkptStoreError], Content] | None = None,
         again: Callable[[], LazyVersion] | None = None,
     ) -> None:
         self._repo = repo
         self._content = content
+        # Of a version that is kept only in part: gets the error that makes it necessary, and
+        # returns the whole version from another store.
         self._whole = whole
+        # Returns the version again; stored in a pickle. None: it cannot be pickled.
         self._again = again
         self._leaves = {leaf.path: leaf for leaf in content.leaves}
         self.info = info
@@ -76,6 +69,11 @@ class LazyVersion:
         """Return run, step and size."""
         info = self.info
         return f"<LazyVersion {info.run}@{info.step} #{info.id[:8]}, {len(self._leaves)} tensors>"
+
+    def _summary(self) -> HtmlTable:
+        rows = [(x.path, x.dtype, list(x.shape), bytes_text(x.nbytes)) for x in self.tensors()]
+        columns = ("TENSOR", "DTYPE", "SHAPE", "SIZE")
+        return HtmlTable(title=repr(self), columns=columns, rows=rows)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (self._again, ()) if self._again is not None else self._repo.__reduce__()
@@ -152,13 +150,13 @@ class LazyVersion:
         """
         try:
             path = find_path(list(self._leaves), key)
-        except TensorNotFoundError as error:
+        except errors.TensorNotFoundError as error:
             if self._whole is None:
                 raise
             return self._all(error)[key]
         return LazyTensor(self._repo, self._content, self._leaves[path])
 
-    def _all(self, error: CkptStoreError) -> LazyVersion:
+    def _all(self, error: errors.CkptStoreError) -> LazyVersion:
         """Return the whole of a version that is kept here only in part."""
         assert self._whole is not None  # noqa: S101  # for the type checker: the callers looked
         return LazyVersion(self._repo, self.info, self._whole(error))
@@ -185,6 +183,7 @@ class LazyVersion:
             )
         )
 
+    @operation("lazy")
     def _load_as(self, request: LoadRequest) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state, or a part of it; as :meth:`load`, by one record of its arguments."""
         shown = f"{self.info.run}@{self.info.step}"
@@ -197,13 +196,13 @@ class LazyVersion:
         ):
             try:
                 return load_state(self._repo, self._content, request)
-            except TensorNotFoundError as error:  # raised before anything is read
+            except errors.TensorNotFoundError as error:  # raised before anything is read
                 if self._whole is None:
                     raise
                 return load_state(self._repo, self._all(error)._content, request)
 
 
-class LazyTensor:
+class LazyTensor(Suggesting):
     """One tensor of a version, unread. Indexing fetches only the chunks that it needs.
 
     Leading integers and slices select a box, and only pieces that hold an element of it are read;
@@ -256,13 +255,14 @@ class LazyTensor:
         """
         if not self.shape:
             msg = f"{self.path} has no dimensions"
-            raise TensorIndexError(msg, hint="read it with .load()")
+            raise errors.TensorIndexError(msg, hint="read it with .load()")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the first dimension, one fetch a step; slices of many rows cost less."""
         return (self[place] for place in range(len(self)))
 
+    @operation("lazy")
     def load(self) -> Any:  # noqa: ANN401 - a tensor, or a NumPy array where that was saved
         """Return the whole leaf, as it was saved.
 
@@ -275,11 +275,11 @@ class LazyTensor:
         """
         path = self._leaf.path
         content = self._content
-        node = prune(content.node, lambda leaf: leaf == path)
+        node = prune(content.node, lambda leaf: leaf[: len(path)] == path)
         part = Content(
             manifest=content.manifest,
             node=node,
-            leaves=(self._leaf,),
+            leaves=tuple(leaf for leaf in content.leaves if leaf.path[: len(path)] == path),
             labels=content.labels,
             read=content.read,
         )
@@ -287,6 +287,41 @@ class LazyTensor:
         for key in path:
             found = found[key]
         return found
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return the whole leaf as a NumPy array.
+
+        Raises
+        ------
+        InvalidInputError
+            NumPy has no such dtype: bfloat16, fp8.
+        CorruptTensorError, StorageError
+            As :meth:`load`.
+        """
+        found = self.load()
+        if isinstance(found, np.ndarray):
+            return found
+        try:
+            array: np.ndarray[Any, Any] = found.detach().numpy()
+        except (TypeError, RuntimeError) as error:
+            msg = f"{self.path}: NumPy has no array for {self.dtype}"
+            raise errors.InvalidInputError(msg, hint="lazy.load().float().numpy()") from error
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: ANN401 - of NumPy
+        """Return :meth:`numpy`; ``np.asarray(lazy)`` calls this."""
+        if copy is False:
+            msg = f"{self.path} is read from the store: an array of it is always a copy"
+            raise errors.InvalidInputError(msg, hint="np.asarray(lazy)")
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __dlpack__(self, **wishes: Any) -> object:  # noqa: ANN401 - of the protocol
+        """Return the tensor for ``torch.as_tensor(lazy)`` and other libraries."""
+        return torch.as_tensor(self.load()).detach().__dlpack__(**wishes)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the device of the protocol: the CPU."""
+        return (1, 0)
 
     def __getitem__(self, index: Index) -> Any:  # noqa: ANN401 - as for load
         """Return the part that `index` selects, as indexing the whole tensor would.
@@ -303,8 +338,8 @@ class LazyTensor:
         keys = index if isinstance(index, tuple) else (index,)
         if bytes_of(self.dtype, self.shape) != self.nbytes:
             msg = f"{self.path}: a record of {self.dtype}{list(self.shape)} has {self.nbytes} bytes"
-            raise CorruptObjectError(msg)
-        if self._leaf.kind not in _SLICEABLE:
+            raise errors.CorruptObjectError(msg)
+        if self._leaf.kind not in SLICEABLE:
             return self._applied(self.load(), keys)
         offsets, sizes, rest = self._box(keys)
         return self._applied(self._fetch(offsets, sizes), rest)
@@ -314,7 +349,7 @@ class LazyTensor:
             return value[keys] if keys else value
         except (IndexError, TypeError, ValueError) as error:
             msg = f"{self.path} of shape {list(self.shape)}: {error}"
-            raise TensorIndexError(msg) from error
+            raise errors.TensorIndexError(msg) from error
 
     def _box(
         self, keys: tuple[Any, ...]
@@ -327,7 +362,7 @@ class LazyTensor:
             if type(key) is int:
                 if not -size <= key < size:
                     msg = f"{self.path}: index {key} is outside dimension {place} of size {size}"
-                    raise TensorIndexError(msg)
+                    raise errors.TensorIndexError(msg, hint=f"from {-size} to {size - 1}")
                 offsets[place], sizes[place] = key % size, 1
                 rest.append(0)
             elif isinstance(key, slice) and (key.step is None or key.step > 0):
@@ -338,6 +373,7 @@ class LazyTensor:
                 break
         return tuple(offsets), tuple(sizes), (*rest, *keys[len(rest) :])
 
+    @operation("lazy")
     def _fetch(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """Return a box of the tensor, in its memory order; reads the pieces that hold any of it."""
         item = ITEM_BYTES[self._record.dtype]
@@ -349,6 +385,8 @@ class LazyTensor:
         out = stored.transpose(np.argsort(order))
         region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
         repo = self._repo
-        read_regions([region], backend=repo.backend, options=repo.options, rounding=to_bfloat16)
+        read_regions(
+            [region], backend=repo.load_backend, options=repo.options, rounding=to_bfloat16
+        )
         del stored, out, region
         return destination.finish()

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
@@ -18,6 +18,9 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.restore import MapLocation, Restorer
+
+if TYPE_CHECKING:
+    from ckptstore.states.shared_load import SharedLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class LoadRequest:
     """A state whose tensors are filled in place."""
     adapters: Sequence[TypeAdapter] = ()
     progress: ProgressCallback = silent
+    together: SharedLoad | None = None
+    """The load of a group of ranks that this one is a part of."""
 
 
 def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # noqa: ANN401
@@ -54,6 +59,8 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     if request.include is not None or request.exclude is not None:
         node = prune(node, wanted)
         wanted.check_all_used()
+    if request.together is not None:
+        content = request.together.shared(content)
     restorer = Restorer(
         node,
         content.manifest.tensors,
@@ -88,7 +95,7 @@ def read_records(
     read_ranges(
         content,
         [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
-        backend=repo.backend,
+        backend=repo.load_backend,
         options=repo.options,
         progress=progress,
         rounding=to_bfloat16,

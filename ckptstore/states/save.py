@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
@@ -32,9 +33,12 @@ class SaveRequest(WriteRequest):
     encodings: EncodingRules = field(default_factory=EncodingRules)
     """Which tensors are stored in which lossy form."""
     adapters: Sequence[TypeAdapter] = ()
+    plain: bool = False
+    """Dataclasses, enums and namespaces are stored as dicts and values, without their classes."""
     progress: ProgressCallback = silent
 
 
+@operation("save")
 def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
     """Write a state as a new version of a run; return when it is durable and visible.
 
@@ -60,7 +64,7 @@ def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
     began = repo.environment.monotonic()
     repo.check_writable()
     check_choice(request.codec)
-    flat = flatten(state, request.adapters)
+    flat = flatten(state, request.adapters, plain=request.plain)
     draft = draft_of(flat, request.roles, request.encodings)
     settle(flat.tensors)
     version, _ = write_version(

@@ -24,11 +24,10 @@ from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.shown import Shown
 from ckptstore.states.load import read_records
 from ckptstore.tensors.restore import Restorer, kind_of
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
-
-__all__ = ["Mismatch", "TransferReport", "TransferRequest", "transfer"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -69,8 +68,8 @@ class Mismatch:
     target_dtype: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TransferReport(Shown):
     """Names that were loaded, and names that were not."""
 
     version: Version
@@ -97,11 +96,8 @@ class TransferReport:
         parts = [f"{len(self.loaded)} loaded"]
         if self.cast:
             parts[0] += f", {len(self.cast)} of them cast"
-        for title, names in (
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("mismatched", wrong),
-        ):
+        named = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": wrong}
+        for title, names in named.items():
             if names:
                 more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
                 parts.append(f"{len(names)} {title}: {', '.join(names[:_NAMES])}{more}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptstore.backends.key_sources import KeyInput, hidden
+from ckptstore.backends.transfers import Direction, Transfers
 from ckptstore.config import Options
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
@@ -55,18 +56,18 @@ def verify(
     sample
         The fraction of the chunks to read, above 0; the others' packs must be there.
     part
-        Which chunks: they are split for good into ``round(1 / sample)`` parts. None takes the
-        part of the day, so that a check a day reads everything within so many days.
+        Which of the ``round(1 / sample)`` fixed parts of the chunks to read. None: the part of the
+        day, so that daily checks read everything in turn.
     record
-        Record in the log which versions were found sound in every byte; nothing else is ever
-        changed. Any number of processes may do so at once.
+        Record in the log which versions are sound in every byte. Any number of processes may do so
+        at once.
     resume
-        A file that keeps how far the check has come; an interrupted check that is given the
-        same file goes on where it stopped. It is removed when the check is complete.
+        A file that keeps the progress: an interrupted check with the same file continues. Removed
+        when complete.
     unverified
         Only versions that are not recorded as sound since they lie where they lie.
     executor
-        Who reads: ``threads`` of this process (and None), ``processes``, ``dask:local``,
+        Who reads: ``threads`` of this process (and None), the workers of a Dask scheduler,
         ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
     workers
         How many tasks run at once; by default what the engine has.
@@ -113,16 +114,15 @@ def repair(
 ) -> RepairReport:
     """Bring back what is damaged as far as it can be had, and say exactly what is lost.
 
-    Nothing is deleted and no object is changed: recovered data is written again, and a
-    commit makes the versions lie there. Versions that stay incomplete are recorded
-    as damaged, so that no save shares with them.
+    Deletes and changes no object: recovered data is written again, and a commit relocates the
+    versions. Those that stay incomplete are recorded as damaged, and no save shares with them.
 
     Parameters
     ----------
     source
-        A second store, or where it is: a copy of this one, or any store that holds the same
-        tensors. Or ``"replica:NAME"``. It is only read. Of several the next is asked for what
-        one has not, or only in an archive class: that is in the report, as ``cold``.
+        A second store, its location, or ``"replica:NAME"``: any store with the same tensors. It is
+        only read. Of several, the next is asked for what the last one lacks or has in an archive
+        class (``cold`` in the report).
     level
         How the damage is found: ``full`` reads every byte of this store first.
     dry_run
@@ -163,8 +163,7 @@ def _chosen(
     if not unverified:
         return versions
     if refs is not None:
-        msg = "refs and unverified exclude each other"
-        raise InvalidInputError(msg)
+        raise InvalidInputError("refs and unverified exclude each other")
     return [version for version in repo.refresh().versions() if not version.verified]
 
 
@@ -215,12 +214,8 @@ def diff(self: HasSession, first: str, second: str) -> DiffReport:
     """
     from ckptstore.maintenance.reports.diff import diff
 
-    return diff(
-        self._session.repo,
-        self._session.replicas.content,
-        named_version(self._session.repo, first),
-        named_version(self._session.repo, second),
-    )
+    repo, content_of = self._session.repo, self._session.replicas.content
+    return diff(repo, content_of, named_version(repo, first), named_version(repo, second))
 
 
 def prometheus(self: HasSession) -> str:
@@ -270,6 +265,17 @@ def stats(self: HasRepo) -> StoreStats:
     from ckptstore.maintenance.reports.usage import store_stats
 
     return store_stats(self.repo)
+
+
+def transfers(self: HasRepo) -> Mapping[str, Mapping[Direction, Transfers]]:
+    """Return requests, bytes and times of this open store in this process; reads nothing.
+
+    By operation (``save``, ``load``, ``verify`` ...; ``other`` for the log) and direction, ``read``
+    or ``write``. Those of a replica are in :meth:`replica`, those of background saves in their
+    receipts.
+    """
+    storage = self.repo.backend.transfers
+    return {} if storage is None else storage.get().stats()
 
 
 def sharing(self: HasRepo, *, progress: ProgressCallback = silent) -> SharedUsage:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Ref, Version
@@ -14,10 +17,14 @@ from ckptstore.store.store_session import HasSession, Session
 from ckptstore.store.version_lookup import named_version
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
     from ckptstore.format.paths import Pattern
     from ckptstore.states.lazy import LazyVersion
     from ckptstore.states.load import LoadRequest
-    from ckptstore.states.transfer import TransferReport
+    from ckptstore.states.shared_load import SharedLoad
+    from ckptstore.states.transfer import TransferReport, TransferRequest
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -52,11 +59,12 @@ def load(
     progress: ProgressCallback = silent,
     fall_through: bool = True,
     refill: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Any:  # noqa: ANN401 - whatever was saved
     """Return the state of a version, every byte checked.
 
-    What is not here (any more), or is damaged, is read from the nearest replica that has a
-    name and has the version; the logger ``ckptstore`` says so once.
+    Evicted or damaged data is read from the nearest replica that has it; the logger ``ckptstore``
+    says so once.
 
     Parameters
     ----------
@@ -80,18 +88,25 @@ def load(
     refill
         A version that has only its record here is brought back from a replica first
         (:meth:`replicate`), and then loaded from here.
+    group
+        A process group of torch.distributed, all of whose ranks make this call with the same
+        selection, device and kind of target. Each piece is then fetched by one rank, which sends it
+        to the others. If a rank fails, all raise its error, or RankFailedError. Nothing else may
+        use the group meanwhile.
 
     Raises
     ------
     VersionNotFoundError, TensorNotFoundError
-        The ref or a pattern names nothing; or only a part of the version is here, and no
-        replica has it either, or none can be reached: the message has every reason.
+        The ref or a pattern names nothing; or data is neither here nor in a replica that can be
+        reached: the message has every reason.
     InvalidInputError
         `map_location` names no device, or one that this process does not have; or a tensor of
         `into` does not fit. Nothing was read.
     CorruptTensorError
         A stored tensor is damaged, here and in every replica; names it. Other tensors can still
         be loaded.
+    RankFailedError
+        Another rank of `group` is gone, or failed with an error that is none of ckptstore's.
     StorageError
         The storage failed.
     """
@@ -107,7 +122,13 @@ def load(
     )
     find = partial(named_version, self._session.repo, ref)
     return load_state_of(
-        self._session, parse_ref(ref), find, request, fall_through=fall_through, refill=refill
+        self._session,
+        partial(parse_ref, ref),
+        find,
+        request,
+        fall_through=fall_through,
+        refill=refill,
+        group=group,
     )
 
 
@@ -122,6 +143,7 @@ def load_into(
     cast: bool = True,
     strict: bool | None = None,
     progress: ProgressCallback = silent,
+    group: ProcessGroup | None = None,
 ) -> TransferReport:
     """Fill a different model from a version, as far as names and shapes fit; say what did not.
 
@@ -144,6 +166,8 @@ def load_into(
         fits, and name the rest in a warning of the logger ``ckptstore``. False: no warning.
     progress
         Called with the bytes done.
+    group
+        As in :meth:`load`.
 
     Raises
     ------
@@ -152,45 +176,115 @@ def load_into(
     InvalidInputError
         The target holds no tensor, two paths get one name, nothing of the version fits the
         target, or `strict` is not met; the hint names the `rename` that fits.
-    CorruptTensorError, StorageError
+    CorruptTensorError, RankFailedError, StorageError
         A tensor cannot be read; the target may then hold anything.
     """
-    from ckptstore.states.transfer import TransferRequest, transfer
+    from ckptstore.states.transfer import TransferRequest
 
     request = TransferRequest(
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        cast=cast,
-        strict=strict,
-        progress=progress,
+        include=include, exclude=exclude, rename=rename, cast=cast, strict=strict, progress=progress
     )
-    found = lazy_version(self._session, named_version(self._session.repo, ref))
-    return transfer(self._session.repo, found.info, found._content, target, request)
+    find = partial(named_version, self._session.repo, ref)
+    return fill_from(self._session, find, target, request, group=group)
 
 
+def from_pretrained(self: HasSession, ref: str, *, model: torch.nn.Module | None = None) -> Any:  # noqa: ANN401 - a model of any class
+    """Return the model of a version, as ``from_pretrained`` of its class does: for inference.
+
+    The version is an imported folder of Transformers or PEFT, or was saved with the Trainer. With
+    adapters of PEFT it is a ``PeftModel``, whose base model comes from the version, `model`, or the
+    place that the adapter names. Needs the extra ``transformers``; runs no code of the version.
+
+    Parameters
+    ----------
+    ref
+        Names the version; its weights are at ``model``.
+    model
+        An instance to fill, or the base model of an adapter, which is copied. None: the class of
+        transformers that the saved configuration names.
+
+    Raises
+    ------
+    TensorNotFoundError
+        The version has no entry ``model``.
+    InvalidInputError
+        It has no configuration, or names a class that transformers lacks.
+    StateError
+        Its weights do not fit the model.
+    MissingDependencyError
+        Transformers, or PEFT for an adapter, is not installed.
+    """
+    # Integrations are above this layer and optional: found by name, when asked for.
+    pretrained = import_module("ckptstore.integrations.pretrained")
+    return pretrained.load_pretrained(self, ref, model=model)
+
+
+@operation("load")
+def fill_from(
+    session: Session,
+    find: Callable[[], Version],
+    target: object,
+    request: TransferRequest,
+    *,
+    group: ProcessGroup | None,
+) -> TransferReport:
+    """Fill a model from a version; see :meth:`ckptstore.Store.load_into`.
+
+    Parameters
+    ----------
+    find
+        Returns the version.
+    """
+    from ckptstore.states.shared_load import SharedLoad
+    from ckptstore.states.transfer import transfer
+
+    if group is None:
+        found = lazy_version(session, find())
+        return transfer(session.repo, found.info, found._content, target, request)
+    with SharedLoad(group, alike=True) as together:
+        found = lazy_version(session, _of_first(session, together, find))
+        content = together.shared(found._content)
+        return transfer(session.repo, found.info, content, target, request)
+
+
+@operation("load")
 def load_state_of(
     session: Session,
-    ref: Ref,
+    parse: Callable[[], Ref],
     find: Callable[[], Version],
     request: LoadRequest,
     *,
     fall_through: bool,
     refill: bool,
+    group: ProcessGroup | None,
 ) -> Any:  # noqa: ANN401 - whatever was saved
     """Return the state of a version; see :meth:`ckptstore.Store.load`.
 
     Parameters
     ----------
+    parse
+        Returns the ref; with a group, only the first rank needs one.
     find
-        Returns the version of the ref, unless that is ``latest-valid``.
+        Returns the version of the ref.
     """
+
+    def ready(version: Version) -> Version:
+        """Return a version, brought back first if that is wanted."""
+        return session.replicas.refill(version) if refill else version
 
     def state(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of one version, brought back first if that is wanted."""
-        found = session.replicas.refill(version) if refill else version
+        found = ready(version)
         return lazy_version(session, found, fall_through=fall_through)._load_as(request)
 
+    if group is not None:
+        from ckptstore.states.shared_load import SharedLoad
+
+        with SharedLoad(group, alike=True) as together:
+            asked = replace(request, together=together)
+            found = _of_first(session, together, lambda: ready(find()))
+            return lazy_version(session, found, fall_through=fall_through)._load_as(asked)
+    ref = parse()
     if ref.kind != "valid":
         return state(find())
     from ckptstore.maintenance.check.latest_valid import first_sound
@@ -198,11 +292,22 @@ def load_state_of(
     return first_sound(session.repo, ref.run, state)
 
 
+def _of_first(session: Session, together: SharedLoad, find: Callable[[], Version]) -> Version:
+    """Return the version that the first rank of a group finds."""
+
+    def found() -> Version:
+        return replace(find(), metadata={}, metrics={}, receipt={}, roles={})
+
+    version = together.first(found)
+    _ = session.repo.catalog  # replicas are looked up in the log as it was read
+    return version
+
+
 def lazy_version(session: Session, version: Version, *, fall_through: bool = True) -> LazyVersion:
     """Return a version to be read lazily; reads its manifest and no data."""
     from ckptstore.states.lazy import LazyVersion
 
-    resume_check.chosen(session.repo, version.run)
+    resume_check.chosen(session.repo, version.run, version=version.id)
     content = session.replicas.content(version, fall_through=fall_through)
     whole = None
     if fall_through and version.level != "full" and session.repo.log.catalog.replicas:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
 from ckptstore.backends.key_sources import KeyInput, hidden, read_key
 from ckptstore.backends.registry import open_backend
-from ckptstore.config import SYSTEM, Options
+from ckptstore.config import SYSTEM, Options, cache_path
 from ckptstore.errors import InvalidInputError
 from ckptstore.replicas.options import ReplicaOptions, check_given, open_place, open_target
 from ckptstore.replicas.places import PLACE, name_in
@@ -18,6 +18,7 @@ from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 
 if TYPE_CHECKING:
+    from ckptstore.backends.base import Backend
     from ckptstore.keyring import Rotation
     from ckptstore.maintenance.repair.fix_keys import KeysMended
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
@@ -37,14 +38,15 @@ def open_store(
     engine: str = "auto",
     staging_bytes: int | None = None,
     in_flight: int = limits.IN_FLIGHT_DEFAULT,
+    cache_folder: str | os.PathLike[str] | None = None,
+    cache_bytes: int = limits.CACHE_BYTES_DEFAULT,
     encryption_key: KeyInput | None = None,
     replicas: ReplicaOptions | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
     """Open the store at a location. Exported as ``ckptstore.open``.
 
-    The store can be pickled: the location and these arguments travel (not `create`, never a key
-    that is not the place of one), and the other process opens it again.
+    The store can be pickled: the other process opens it again with these arguments.
 
     Parameters
     ----------
@@ -56,8 +58,8 @@ def open_store(
     read_only
         Refuse every write.
     single_writer
-        You vouch that no one else writes while this store is open. Needed only on storage that
-        cannot create an object conditionally (see ``ckptstore doctor``).
+        You guarantee that nothing else writes. Needed only on storage without put-if-absent
+        (``ckptstore doctor``).
     chunk_bytes
         Size of chunks of a new store, in bytes.
     host_bytes
@@ -65,8 +67,8 @@ def open_store(
     workers
         Threads that hash, encode and decode; by default the usable processors, at most 8.
     codec
-        ``"auto"``: compressed or raw, whichever this storage and these processors are measured to
-        save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"``, or ``"delta"``:
+        ``"auto"``: compressed or raw, whichever is measured to save faster; ``"planes"``: the
+        fewest bytes; ``"raw"``, ``"zstd"``, or ``"delta"``:
         see :data:`ckptstore.config.CODEC_CHOICES`.
     base_bytes
         Host memory for what the next save with ``"delta"`` takes differences to, in bytes; 0 keeps
@@ -75,19 +77,23 @@ def open_store(
         Who writes saves in the background: ``"process"``, ``"thread"``, or ``"auto"``, which is a
         process wherever one can reach the storage.
     staging_bytes
-        Host memory for states that are staged and not yet durable, in bytes, never exceeded; by
-        default half of what the process may use. None of it is taken before the first save in the
-        background, and no more than its state needs.
+        Limit of the host memory for staged states, in bytes; by default half of what the process
+        may use. Taken by the first background save, as its state needs.
     in_flight
         Saves in the background that may be under way at once.
+    cache_folder
+        Folder such as ``"/dev/shm/ckptstore"``, through which loads of this user's processes on
+        this host share what they fetch; by default that of ``CKPTSTORE_CACHE``. Linux only. See
+        docs/howto/torch-distributed.md.
+    cache_bytes
+        Bytes that the folder may hold; the oldest are removed.
     encryption_key
         Opens an encrypted store, and makes a new one such: ``"file:PATH"``, ``"env:NAME"``,
         ``"command:CMD"``, or 32 bytes. See docs/howto/encryption.md.
     replicas
-        By the name of a replica (:meth:`Store.add_replica`): options to open it with, as for this
-        function, such as ``{"cold": {"url": "s3://...", "endpoint_url": "..."}}``; or an open
-        store. Never stored. ``url`` says for which place they are: those for the storage library
-        are given to no other, whatever the log says.
+        By the name of a replica (:meth:`Store.add_replica`): options to open it with, such as
+        ``{"cold": {"url": "s3://...", "endpoint_url": "..."}}``, or an open store. Never stored,
+        and used only for the place ``url``.
     storage_options
         Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
         Credentials belong into their usual chains, not here.
@@ -97,7 +103,8 @@ def open_store(
     InvalidUrlError
         It is no location.
     InvalidInputError
-        An option is of another type, out of its bounds, or none of its choices.
+        An option is of another type, out of its bounds, or none of its choices; or other users
+        have access to `cache_folder`.
     StoreNotFoundError
         There is no store, and `create` is False.
     MissingKeyError, WrongKeyError, EncryptionKeyError
@@ -119,6 +126,8 @@ def open_store(
         "engine": engine,
         "staging_bytes": staging_bytes,
         "in_flight": in_flight,
+        "cache_folder": cache_folder and cache_path(cache_folder),
+        "cache_bytes": cache_bytes,
         **storage_options,
     }
     here = {"create": create, "chunk_bytes": chunk_bytes, "encryption_key": encryption_key}
@@ -131,12 +140,18 @@ def open_store(
 def open_target_of(
     source: Store,
     url: str,
+    check: Callable[[Backend], None] | None = None,
     /,
     *,
     dry_run: bool,
     **options: Any,  # noqa: ANN401 - passed on to open_target
 ) -> Iterator[Store]:
     """Open what versions of a store are to come to: a place, or ``replica:NAME``.
+
+    Parameters
+    ----------
+    check
+        As of :func:`ckptstore.replicas.options.open_target`; not called for a replica.
 
     Raises
     ------
@@ -155,7 +170,8 @@ def open_target_of(
     if PLACE in options:
         msg = f"the place of a store is {url}, and {PLACE} among its options is another word for it"
         raise InvalidInputError(msg, hint=f"{PLACE} goes with replica:NAME alone")
-    with open_target(source.repo, url, dry_run=dry_run, **options) as repo, Store(repo) as target:
+    opening = open_target(source.repo, url, check, dry_run=dry_run, **options)
+    with opening as repo, Store(repo) as target:
         yield target
 
 
@@ -275,10 +291,9 @@ def rotate_key(
 ) -> Rotation:
     """Have an encrypted store opened by another key from now on.
 
-    One small object is written, read back, and the one before deleted; no version is touched, and
-    a process that has the store open goes on. The key of a user opens the data key of the store,
-    which stays the same: anyone who has had both the old key and the old object, or the data key,
-    can still read the store. A new data key takes a new store, to which this one is replicated.
+    Writes one small object, reads it back and deletes the old one; open stores continue. The data
+    key stays the same: anyone with the old key and the old object can still read the store. For a
+    new data key, replicate to a new store.
 
     Parameters
     ----------
@@ -289,8 +304,8 @@ def rotate_key(
     new_key
         The one that is to.
     keep_old
-        Those that open the store now go on to do so: for a fleet that changes over little by
-        little. Rotate to the new key once more, without this, to end that.
+        The present keys still open the store, for a gradual change. Rotate to the new key once
+        more, without this, to end that.
     single_writer
         You vouch that no one else writes meanwhile; see :func:`ckptstore.open`.
     storage_options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,10 +21,12 @@ from ckptstore.store.store_session import HasSession, Session
 from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
+    from ckptstore.backends.base import Backend
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.replicas.evict import EvictReport
     from ckptstore.maintenance.replicas.fork import ForkRequest
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
+    from ckptstore.maintenance.reports.publish import PublishReport
     from ckptstore.replicas.writeback import WriteBack
 
 Place: TypeAlias = HasRepo | str | os.PathLike[str]
@@ -41,9 +43,8 @@ def add_replica(
 ) -> ReplicaInfo:
     """Give another store a name, by which it is a replica of this one from now on.
 
-    Loads of what is not here (any more) turn to it; see :meth:`ckptstore.Store.load`. Its
-    location and its id are noted in the log, for everyone who opens this store; options and
-    credentials are not, and count for this object alone. Nothing is copied.
+    Loads read evicted and damaged data there. The log keeps its location and id, for everyone;
+    options and credentials count for this object alone. Nothing is copied.
 
     Parameters
     ----------
@@ -55,9 +56,8 @@ def add_replica(
     create
         Make the store where there is none.
     storage_options
-        As for :func:`ckptstore.open`. In another process give them there, with the place that
-        they are for: ``ckptstore.open(url, replicas={name: {"url": ..., ...}})``, or through
-        the environment.
+        As for :func:`ckptstore.open`. Another process gives them to ``ckptstore.open(url,
+        replicas={name: {"url": ..., ...}})``, or through the environment.
 
     Raises
     ------
@@ -95,9 +95,8 @@ def give_options(self: HasSession, name: str, options: Mapping[str, Any]) -> Non
     Parameters
     ----------
     options
-        As for :func:`ckptstore.open`. Never stored. Those that go to a storage library, such as
-        ``endpoint_url`` and credentials, only together with ``url``, the place that they are
-        for: the log, which others write too, cannot send them elsewhere.
+        As for :func:`ckptstore.open`. Never stored. Those for a storage library need ``url``, the
+        place that they are for: the log cannot send them elsewhere.
 
     Raises
     ------
@@ -125,10 +124,9 @@ def replicate(
 ) -> ReplicateReport:
     """Make versions of this store versions of another, under the same ids.
 
-    Only chunks that the other store does not have travel. Metrics, tags, the heads of runs and
-    where forks began come along, and of ancestors that are not copied the record. A repetition
-    finishes what was interrupted, and costs a few requests where nothing is new. Nothing is
-    deleted in either store.
+    Copies only chunks that the other store lacks, with metrics, tags, heads of runs, lineage, and
+    the records of ancestors. A repetition continues, and costs a few requests if nothing is new.
+    Deletes nothing.
 
     Parameters
     ----------
@@ -150,13 +148,13 @@ def replicate(
         Opens the other store if it is encrypted, and makes a new one such; as
         ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
     again
-        Whether versions come that the other store has deleted, or keeps less of than
-        this one. None: those that `refs` name alone. Others are ``left`` in the report.
+        Also copy versions that the other store has deleted or reduced. None: only those that `refs`
+        name. Others are ``left`` in the report.
     dry_run
         Change nothing; the report says what would travel.
     executor
         Who copies chunks and reads them back: ``threads`` of this process, which None means
-        too, ``processes``, ``dask:local``, ``dask://HOST:PORT``, or any executor of
+        too, the workers of a Dask scheduler, ``dask://HOST:PORT``, or any executor of
         ``concurrent.futures``. This process alone writes manifests and commits.
     workers
         How many tasks run at once; by default what the engine has.
@@ -188,8 +186,7 @@ def replicate(
     to_key = hidden(to_key)  # in place, so that no frame shows the key
     target = _target(self._session, to, to_key, dry_run=dry_run)
     if bytes_per_s < 0:
-        msg = f"bytes_per_s={bytes_per_s} must not be negative"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"bytes_per_s={bytes_per_s} must not be negative")
     named = named_versions(here, refs or ())
     of = check_listed(runs or (), "runs")
     versions = select_versions(here, refs=named, runs=of, rules=keep)
@@ -205,6 +202,67 @@ def replicate(
         return replicate(here, there, versions, request, executor=executor, workers=workers)
 
 
+def publish(
+    self: HasSession,
+    to: Place | None = None,
+    refs: Sequence[str] | None = None,
+    *,
+    add: bool = False,
+    to_key: KeyInput | None = None,
+    progress: ProgressCallback = silent,
+) -> PublishReport:
+    """Prepare the store, or a copy of some versions, for reading through a web server.
+
+    Writes ``published.json``, which saves requests of readers, and ``index.html``, a page for
+    people; the next publication replaces both.
+
+    Parameters
+    ----------
+    to
+        Publish a copy: another store, or where it is, made if there is none. Only versions that it
+        does not have are copied.
+    refs
+        Versions to publish in the copy, which has nothing of others, not even their names: a parent
+        that is not among them is left out. Default: the whole store.
+    add
+        The copy may keep versions of earlier publications that are not among these.
+    to_key
+        As for :meth:`replicate`.
+    progress
+        Called with the bytes (in memory) of the versions that are copied.
+
+    Raises
+    ------
+    InvalidInputError
+        `refs` or `add` without `to`.
+    InvalidRefError, RunNotFoundError, VersionNotFoundError
+        Something names nothing. Nothing was written.
+    PolicyError
+        The copy shows versions that are not among these (those that the store has deleted may stay
+        where it is published whole), or an ``index.html`` that is not of a publication. Nothing was
+        written.
+    ConflictError
+        As :meth:`replicate`.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        The store cannot be written to, or a storage failed.
+    """
+    from ckptstore.maintenance.reports import publish as ops
+
+    here = self._session.repo
+    to_key = hidden(to_key)  # in place, so that no frame shows the key
+    if to is None:
+        if refs is not None or add or to_key is not None:
+            msg = "refs, add and to_key are for a copy, and `to` names none"
+            raise InvalidInputError(msg, hint="a store is published whole")
+        return ops.publish(here)
+    restricted = refs is not None
+    versions = named_versions(here, refs) if refs is not None else list(here.refresh().versions())
+    with _target(self._session, to, to_key, dry_run=False, check=ops.check_page) as there:
+        return ops.publish_copy(
+            here, there, versions, restricted=restricted, add=add, progress=progress
+        )
+
+
 def evict(
     self: HasSession,
     refs: Sequence[str] | None = None,
@@ -217,14 +275,12 @@ def evict(
 ) -> EvictReport:
     """Keep only the record, here, of versions that a replica has; loads then fall through.
 
-    Only of what the replica has now, had every byte of read back, and is seen to hold the
-    objects of; never of what is tagged or pinned, nor the head of a run. The space is freed by
-    the next collection (:meth:`gc`).
+    The replica must hold the version now, with every byte read back. Tagged and pinned versions and
+    heads of runs stay. The next collection (:meth:`gc`) frees the space.
 
-    What goes is pinned in the replica, for this store: no retention and no removal there takes
-    what may be the only copy. The pin goes when the content comes back here
-    (``refill=True``, :meth:`replicate`), or, with the next eviction, when the version is
-    deleted here; or by hand there (:meth:`unpin`, :meth:`unpin_for`).
+    Evicted versions are pinned in the replica, for this store, so that nothing there deletes what
+    may be the only copy. The pin is removed when the content returns, by the next eviction after
+    the version was deleted here, or by hand there (:meth:`unpin`, :meth:`unpin_for`).
 
     Parameters
     ----------
@@ -269,8 +325,8 @@ def evict(
 def unpin_for(self: HasRepo, store: str) -> list[Version]:
     """Take the pins away that another store has left here; return the versions that had one.
 
-    For a store that is gone for good, or that shall not decide what is kept here. What it let
-    go may be in no other store than this one.
+    For a store that is gone for good. Versions that it evicted may be in no other store than this
+    one.
 
     Parameters
     ----------
@@ -309,10 +365,8 @@ def write_back(
 ) -> WriteBack:
     """Replicate to a replica, from now on, what is saved here, in a thread of low priority.
 
-    A save is done when it is durable here, and never waits for, or fails with, the replica.
-    First comes what the replica does not have yet, so that a process that was killed is caught
-    up with. Called again, it covers more runs. What is told to this store object alone counts:
-    other processes write back themselves, or a job does.
+    Saves neither wait for the replica nor fail with it. Versions that the replica lacks are copied
+    first. Called again, it covers more runs. Other processes write back themselves, or a job does.
 
     Parameters
     ----------
@@ -401,12 +455,17 @@ def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
 
 
 def _target(
-    session: Session, to: Place, key: KeyInput | None, *, dry_run: bool
+    session: Session,
+    to: Place,
+    key: KeyInput | None,
+    *,
+    dry_run: bool,
+    check: Callable[[Backend], None] | None = None,
 ) -> AbstractContextManager[Repo]:
     """Return a context with the other store: the open one, or one that is open for the block."""
     name = name_in(to)
     if name is None and not isinstance(to, HasRepo):
-        return open_target(session.repo, to, dry_run=dry_run, encryption_key=key)
+        return open_target(session.repo, to, check, dry_run=dry_run, encryption_key=key)
     there = to.repo if isinstance(to, HasRepo) else session.replicas.find(name or "")
     if key is not None:
         msg = "to_key is for the place of a store, not for one that is open"

@@ -26,9 +26,26 @@ threads that add at once both succeed, as adding to a set is one step of the int
 """
 
 
-def chosen(repo: Repo, run: str) -> None:
-    """Note that this process has loaded from a run, made it, or decided what its head is."""
+_loaded: dict[tuple[str, str], str] = {}
+"""By the id of a store and the run, the version that this process has loaded last."""
+
+
+def chosen(repo: Repo, run: str, *, version: str = "") -> None:
+    """Note that this process has loaded from a run, made it, or decided what its head is.
+
+    Parameters
+    ----------
+    version
+        Id of the version that was loaded.
+    """
     _chosen.setdefault(repo.superblock.store_id, set()).add(run)
+    if version:
+        _loaded[repo.superblock.store_id, run] = version
+
+
+def take_loaded(repo: Repo, run: str) -> str:
+    """Return the id of the version that this process has loaded last, once; empty if none."""
+    return _loaded.pop((repo.superblock.store_id, run), "")
 
 
 def is_chosen(repo: Repo, run: str) -> bool:

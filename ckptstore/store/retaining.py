@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_ops, run_ops
@@ -74,18 +74,31 @@ def untag(self: HasRepo, ref: str, tag: str) -> Version:
     return self.repo.catalog.version(found.id)
 
 
-def annotate(self: HasRepo, ref: str, metrics: Mapping[str, float]) -> Version:
-    """Add metrics to a version, or replace their values; return the version.
+def annotate(
+    self: HasRepo,
+    ref: str,
+    metrics: Mapping[str, float] | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> Version:
+    """Add metrics and metadata to a version, or replace their values; return the version.
+
+    Parameters
+    ----------
+    metadata
+        Entries of a JSON object, such as ``{"note": "the one in the paper"}``.
 
     Raises
     ------
     InvalidInputError
-        A metric is not a number.
+        A metric is not a number, the metadata is not JSON, or there is neither.
+    LimitError
+        The version would have too many metrics or too much metadata.
     ReadOnlyError, UnsafeBackendError, StorageError
         It could not be committed.
     """
     version = named_version(self.repo, ref)
-    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics))
+    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics or {}, metadata))
     return self.repo.catalog.version(version.id)
 
 
@@ -111,6 +124,41 @@ def set_policy(self: HasRepo, policy: AnyPolicy | None) -> None:
     set_policy(self.repo, "", policy)
 
 
+def keep(
+    repo: Repo, run: str, directions: Mapping[str, str], *, last: int | None, best: int | None
+) -> None:
+    """Store the policy of ``keep_last`` and ``keep_best``; see :meth:`Store.run`.
+
+    Only a policy of the same kind is replaced: one that keeps more was somebody's decision.
+    """
+    from ckptstore.catalog.policy import Policy
+    from ckptstore.catalog.retention_rules import Best, Last, Rule
+    from ckptstore.maintenance.retention.retain import set_policy
+
+    for name, count in (("keep_last", last), ("keep_best", best)):
+        if count is not None and (type(count) is not int or count < 1):
+            msg = f"{name} is a number of versions from 1 on, not {count!r}"
+            raise InvalidInputError(msg, hint=f"leave {name} out to keep all")
+    catalog = repo.refresh()
+    info = catalog.run(run) if catalog.has_run(run) else None
+    metrics = {**directions, **(info.metrics if info else {})}
+    if best is not None and not metrics:
+        msg = f"keep_best: run {run!r} has declared no metric to be best by"
+        raise InvalidInputError(msg, hint=f"store.run({run!r}, metrics={{'val_loss': 'min'}}, ...)")
+    rules: list[Rule] = [] if last is None else [Last(last)]
+    rules += [] if best is None else [Best(best, name) for name in metrics]
+    wanted = Policy(full=tuple(rules))
+    own = Policy.from_json(info.policy) if info and info.policy else None
+    if own == wanted:
+        return
+    kind = (Last, Best)
+    if own and (own != Policy(full=own.full) or not all(isinstance(x, kind) for x in own.full)):
+        msg = f"run {run!r} has another policy already: {own}"
+        hint = "leave keep_last and keep_best out, and save with retain=True; or clear it first: "
+        raise InvalidInputError(msg, hint=f"{hint}store.run({run!r}).set_policy(None)")
+    set_policy(repo, run, wanted, directions=directions)
+
+
 def retain(
     self: HasRepo,
     policy: AnyPolicy | None = None,
@@ -131,8 +179,9 @@ def retain(
     run
         Only this run; None for all.
     dry_run
-        Change nothing; the report says what would become of each version, and why. For levels
-        that round weights these are read, rounded and measured.
+        Change nothing; the report says what would become of each version, and why. Weights that
+        would be rounded are read and measured. Rules of time make and remove one empty object, to
+        read the storage's clock.
     quick
         With `dry_run`: do not; what is freed is then estimated, and errors are not known.
 
@@ -323,9 +372,8 @@ def archive(
 ) -> ArchiveReport:
     """Move packs to a colder storage class: those that only the named versions need.
 
-    A version in an archive class (``GLACIER``, ``DEEP_ARCHIVE``) must be thawed before it can
-    be loaded, and shows in every listing as before. A repetition finishes what was
-    interrupted. With ``STANDARD`` packs come back, for good.
+    A version in an archive class (``GLACIER``, ``DEEP_ARCHIVE``) must be thawed before a load. A
+    repetition continues. ``STANDARD`` moves packs back for good.
 
     Parameters
     ----------
@@ -333,7 +381,7 @@ def archive(
         Versions, heads of runs too. If None: all that `runs`, `keep_hot` and `min_age_s` leave,
         never a head.
     storage_class
-        As the storage calls it: ``STANDARD_IA``, ``GLACIER``, ``NEARLINE`` ...
+        As the storage calls it: ``STANDARD_IA``, ``GLACIER``, ``NEARLINE``, ``Cool`` ...
     runs
         Names of runs, whose versions are meant; all runs if None. Not with `refs`.
     keep_hot
@@ -382,9 +430,8 @@ def thaw(
 ) -> ThawReport:
     """Ask the storage to make a version readable that lies in an archive class.
 
-    Exactly the packs that hold what is asked for, and what that refers to. Nothing is asked for
-    twice: call it again to see how far it is, or to go on waiting. Where no restore is needed,
-    everything is readable at once.
+    Only the packs of the selection. Nothing is requested twice: call it again to see the progress
+    or to go on waiting.
 
     Parameters
     ----------
@@ -447,6 +494,5 @@ def _chosen(
         of = check_listed(runs or (), "runs")
         return archivable(repo, runs=of, keep_hot=keep_hot, min_age_s=min_age_s)
     if runs is not None or keep_hot is not None or min_age_s:
-        msg = "refs and a selection by runs, rules or age exclude each other"
-        raise InvalidInputError(msg)
+        raise InvalidInputError("refs and a selection by runs, rules or age exclude each other")
     return named_versions(repo, refs)

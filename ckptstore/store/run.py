@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
-from ckptstore.errors import CkptStoreError, InvalidInputError
+from ckptstore.errors import CkptStoreError, InvalidInputError, InvalidRefError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.model import RunInfo, Version
+from ckptstore.model import RunInfo, Version, versions_table
+from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import loading, resume_check, retaining
 from ckptstore.store.loading import lazy_version, load_state_of
 from ckptstore.store.store_session import Session
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
     from ckptstore.format.fields import Direction
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckptstore")
 
 
-class Run:
+class Run(Shown):
     """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
 
     def __init__(
@@ -42,15 +45,21 @@ class Run:
         name: str,
         directions: Mapping[str, Direction],
         encodings: EncodingRules | None = None,
+        *,
+        retains: bool = False,
     ) -> None:
         self._session = session
         self._directions = directions
         self._encodings = encodings
+        self._retains = retains
         self.name = name
 
     def __repr__(self) -> str:
         """Return name and location."""
         return f"<Run {self.name} of {self._session.repo.url}>"
+
+    def _summary(self) -> HtmlTable:
+        return versions_table(repr(self), self.versions()[::-1])
 
     @property
     def info(self) -> RunInfo:
@@ -74,6 +83,29 @@ class Run:
         """Return the versions of the run, oldest first; none before its first save."""
         catalog = self._session.repo.refresh()
         return list(catalog.versions(self.name)) if catalog.has_run(self.name) else []
+
+    def __bool__(self) -> bool:
+        """Return True, also before the first save."""
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of versions."""
+        return len(self.versions())
+
+    def __iter__(self) -> Iterator[Version]:
+        """Yield the versions, oldest first."""
+        return iter(self.versions())
+
+    def __contains__(self, ref: object) -> bool:
+        """Return whether a ref within the run, such as a step, names a version."""
+        try:
+            return isinstance(ref, str | int) and bool(self.resolve(ref).id)
+        except (NotFoundError, InvalidRefError):
+            return False
+
+    def __getitem__(self, ref: str | int) -> LazyVersion:
+        """Return a version, to be read lazily: ``run[140]``; see :meth:`version`."""
+        return self.version(ref)
 
     def resolve(self, ref: str | int = "latest") -> Version:
         """Return a version: ``latest``, ``latest-valid``, a step, a tag, ``best:METRIC``, ``~N``.
@@ -117,8 +149,8 @@ class Run:
     def save(
         self,
         state: object,
-        *,
         step: int,
+        *,
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
@@ -127,7 +159,8 @@ class Run:
         codec: str | None = None,
         derive: bool = True,
         adapters: Sequence[TypeAdapter] = (),
-        retain: bool = False,
+        plain: bool = False,
+        retain: bool | None = None,
         progress: ProgressCallback = silent,
     ) -> Version:
         """Save a state; return when it is durable and visible.
@@ -153,10 +186,10 @@ class Run:
             the conventions (the top-level keys) do not fit.
         encodings
             Pattern of paths, or ``role:NAME``, to an encoding such as ``"bf16"`` or
-            ``"int8:rel_l2=0.02"`` (:class:`ckptstore.Encoding`): the tensors that it takes are
-            stored with an error, which is measured, recorded, and held within its bounds; what
-            would exceed them is stored as it is, with a warning. The first pattern that matches
-            counts. By default those of :meth:`Store.run`, or of the run's policy; ``{}`` for none.
+            ``"int8:rel_l2=0.02"`` (:class:`ckptstore.Encoding`). The error is measured, recorded
+            and bounded; a tensor that exceeds its bound is stored losslessly, with a warning. The
+            first matching pattern counts. By default those of :meth:`Store.run`, or of the run's
+            policy; ``{}`` for none.
         codec
             Overrides the store's for this save.
         derive
@@ -164,9 +197,12 @@ class Run:
             of their own: bfloat16 weights beside their float32 masters. They come back bit for bit.
         adapters
             Ways to represent objects of other types.
+        plain
+            Store dataclasses and namespaces as dicts of their fields, and enums as their values.
+            Their classes are lost: a load returns dicts and values.
         retain
-            Carry out the retention policy of the run afterwards. The version is durable already:
-            if that fails, it is logged, and the next time catches up.
+            Carry out the run's retention policy afterwards; a failure is logged. None: if the run
+            was opened with ``keep_last`` or ``keep_best``.
         progress
             Called with the bytes done.
 
@@ -187,11 +223,12 @@ class Run:
         StorageError
             The storage failed; no version appeared.
         AmbiguousWriteError
-            The storage gave no clear answer to the commit itself, and none when asked again: the
-            version may appear. ``versions()`` tells, once the storage answers.
+            The storage gave no clear answer to the commit: the version may appear. ``versions()``
+            tells.
         """
         from ckptstore.states.save import SaveRequest
 
+        retain = self._retains if retain is None else retain
         if retain:
             self._check_policy(self._session.repo.refresh())
         request = SaveRequest(
@@ -200,12 +237,13 @@ class Run:
             directions=self._directions,
             metrics=metrics or {},
             tags=tags,
-            metadata=metadata or {},
+            metadata=self._session.metadata(self.name, metadata),
             roles=roles or {},
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
             adapters=adapters,
+            plain=plain,
             progress=progress,
         )
         version = self._session.save(state, request)
@@ -217,8 +255,8 @@ class Run:
     def save_async(
         self,
         state: object,
-        *,
         step: int,
+        *,
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
@@ -227,7 +265,8 @@ class Run:
         codec: str | None = None,
         derive: bool = True,
         adapters: Sequence[TypeAdapter] = (),
-        retain: bool = False,
+        plain: bool = False,
+        retain: bool | None = None,
         if_busy: IfBusy = "wait",
         stage: Stage = "now",
         progress: ProgressCallback = silent,
@@ -235,24 +274,24 @@ class Run:
         """Copy a state into host memory and return; what is left goes on in the background.
 
         The caller may change its state when this returns, or with ``stage="background"`` after
-        ``wait_staged()``. An error arrives at the pending save, or at the next save of the run,
-        or at ``close``, and is logged at once; no version appears then. With the process engine
-        a state that was staged becomes durable even if this process is killed.
+        ``wait_staged()``. An error is logged at once, and raised by the pending save, the next save
+        of the run, or ``close``; no version appears then. With the process engine a staged state
+        becomes durable even if this process is killed.
 
         Parameters
         ----------
-        state, step, metrics, tags, metadata, roles, encodings, codec, derive, adapters
+        state, step, metrics, tags, metadata, roles, encodings, codec, derive, adapters, plain
             As for :meth:`save`.
         retain
-            Carry out the retention policy of the run when it is durable.
+            Carry out the retention policy of the run when it is durable. None: as for
+            :meth:`save`.
         if_busy
             When ``in_flight`` saves of the store are still under way, or its ``staging_bytes``
             are in use: ``"wait"``; ``"skip"`` this save, whose pending save says so; or
             ``"fail"`` with SaveBusyError.
         stage
-            ``"now"``: the copy is made before this returns. ``"background"``: it is made while
-            the training goes on, and only what torch does not count changes of (NumPy arrays)
-            is copied now; call ``wait_staged()`` before the state is changed.
+            ``"now"``: the copy is made before this returns. ``"background"``: it is made while the
+            training goes on; call ``wait_staged()`` before you change the state.
         progress
             Called with the bytes done, in another thread.
 
@@ -279,6 +318,7 @@ class Run:
         began = self._session.repo.environment.monotonic()
         from ckptstore.states.save import SaveRequest
 
+        retain = self._retains if retain is None else retain
         if retain:
             self._check_policy(self._session.repo.catalog)
         request = SaveRequest(
@@ -287,12 +327,13 @@ class Run:
             directions=self._directions,
             metrics=metrics or {},
             tags=tags,
-            metadata=metadata or {},
+            metadata=self._session.metadata(self.name, metadata),
             roles=roles or {},
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
             adapters=adapters,
+            plain=plain,
             progress=progress,
         )
         saver = self._session.saver
@@ -322,9 +363,14 @@ class Run:
             msg = f"run {self.name!r} has no retention policy"
             raise InvalidInputError(msg, hint="run.set_policy({'full': 'last 3'})")
 
-    def _retain_after_save(self) -> None:
+    def _retain_after_save(self, otherwise: str = "") -> None:
+        """Apply the policy that holds for the run, or a rule for whole versions if none does."""
+        from ckptstore.catalog.retention import stored_policy
+
         try:
-            self.retain()
+            catalog = self._session.repo.refresh()
+            lacks = bool(otherwise) and stored_policy(catalog, self.name) is None
+            self.retain({"full": otherwise} if lacks else None)
         except CkptStoreError as error:
             _log.warning("run %s was not pruned after a save: %s", self.name, error)
 
@@ -344,6 +390,7 @@ class Run:
         progress: ProgressCallback = silent,
         fall_through: bool = True,
         refill: bool = False,
+        group: ProcessGroup | None = None,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
         from ckptstore.states.load import LoadRequest
@@ -356,9 +403,14 @@ class Run:
             adapters=adapters,
             progress=progress,
         )
-        parsed, find = parse_ref(str(ref), run=self.name), partial(self.resolve, ref)
         return load_state_of(
-            self._session, parsed, find, request, fall_through=fall_through, refill=refill
+            self._session,
+            partial(parse_ref, str(ref), run=self.name),
+            partial(self.resolve, ref),
+            request,
+            fall_through=fall_through,
+            refill=refill,
+            group=group,
         )
 
     def latest_valid(self, *, progress: ProgressCallback = silent) -> LatestValid:
@@ -393,18 +445,21 @@ class Run:
         cast: bool = True,
         strict: bool | None = None,
         progress: ProgressCallback = silent,
+        group: ProcessGroup | None = None,
     ) -> TransferReport:
         """Fill a different model from a version of this run; see :meth:`Store.load_into`."""
-        return loading.load_into(
-            self,
-            f"#{self.resolve(ref).id}",
-            target,
+        from ckptstore.states.transfer import TransferRequest
+
+        request = TransferRequest(
             include=include,
             exclude=exclude,
             rename=rename,
             cast=cast,
             strict=strict,
             progress=progress,
+        )
+        return loading.fill_from(
+            self._session, partial(self.resolve, ref), target, request, group=group
         )
 
     def tag(self, ref: str | int, tag: str) -> Version:
@@ -421,9 +476,16 @@ class Run:
         """
         self._session.repo.log.append(lambda now: run_ops.untag(now, self.name, tag))
 
-    def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
-        """Add metrics to a version of this run; see :meth:`Store.annotate`."""
-        return retaining.annotate(self._session, f"#{self.resolve(ref).id}", metrics)
+    def annotate(
+        self,
+        ref: str | int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Version:
+        """Add metrics and metadata to a version of this run; see :meth:`Store.annotate`."""
+        found = f"#{self.resolve(ref).id}"
+        return retaining.annotate(self._session, found, metrics, metadata=metadata)
 
     def rollback(self, ref: str | int, *, reason: str = "") -> Version:
         """Make a version the head of the run again; return it.

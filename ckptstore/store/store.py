@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from ckptstore import errors
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.metrics import check_directions
-from ckptstore.errors import CkptStoreError
 from ckptstore.events import Observer, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import RunInfo, Version
 from ckptstore.replicas.options import ReplicaOptions
 from ckptstore.repo import Repo
+from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import checking, loading, replicating, retaining
 from ckptstore.store.pickling import Opening, unpickled
 from ckptstore.store.run import Run
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
     from ckptstore.saver.saver import Saver
+    from ckptstore.states.lazy import LazyVersion
 
 _log = logging.getLogger("ckptstore")
 
 
-class Store:
+class Store(Shown):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
-    A context manager. Any thread may use it. Close it when no save or load is running; saves in
-    the background are waited for.
-
-    It can be pickled, and so can its runs and lazy versions: another process opens it again, once
-    for all pickles of it, with the same arguments. InvalidInputError says why not: it is in memory,
-    has a live write-back, was given a key instead of the place of one, or a backend of its own.
+    A context manager. Any thread may use it. Close it when no save or load is running; background
+    saves are waited for. It can be pickled, and so can its runs and lazy versions: another process
+    opens it again with the same arguments, unless it is in memory, has a live write-back, or was
+    given a key or a backend as an object.
     """
 
     # Methods that need no other class of this folder are functions in the modules of their topics,
@@ -51,13 +50,21 @@ class Store:
         replicas: ReplicaOptions | None = None,
         opening: Opening | None = None,
     ) -> None:
-        self._session = (
-            Session(repo, replicas=replicas, opening=opening) if isinstance(repo, Repo) else repo
-        )
+        if isinstance(repo, Repo):
+            repo = Session(repo, replicas=replicas, opening=opening)
+        elif not isinstance(repo, Session):
+            msg = f"a store is not made of {repo!r:.80}"  # type: ignore[unreachable]  # a text, say
+            raise errors.InvalidInputError(msg, hint="ckptstore.open(URL) opens one")
+        self._session = repo
 
     def __repr__(self) -> str:
         """Return the location, without credentials."""
         return f"<Store {self.url}>"
+
+    def _summary(self) -> HtmlTable:
+        rows = [(x.name, x.versions_count, x.head[:8], ", ".join(x.tags)) for x in self.runs()]
+        columns = ("RUN", "VERSIONS", "LATEST", "TAGS")
+        return HtmlTable(title=repr(self), columns=columns, rows=rows)
 
     def __reduce__(self) -> tuple[object, ...]:
         return unpickled, (self._session.pickled(),)
@@ -66,23 +73,18 @@ class Store:
         """Return the store itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Close the store; an error of the block is not hidden behind one of a save.
 
         After Ctrl-C, or what ends the process, replicas are not waited for.
         """
         try:
-            if kind is not None and not issubclass(kind, Exception):
+            if error is not None and not isinstance(error, Exception):
                 late = self._session.write_backs.close(at_once=True)
                 if late is not None:
                     _log.warning("%s", late)
             self.close()
-        except CkptStoreError as failure:
+        except errors.CkptStoreError as failure:
             if error is None:
                 raise
             _log.warning("%s, besides what ended the block", failure)
@@ -129,6 +131,8 @@ class Store:
         metrics: Mapping[str, str] | None = None,
         encodings: Encodings | None = None,
         write_back: str | None = None,
+        keep_last: int | None = None,
+        keep_best: int | None = None,
     ) -> Run:
         """Return a run to save to or load from; it appears in the catalog with its first save.
 
@@ -141,12 +145,16 @@ class Store:
             :meth:`Run.save`. By default what the run's policy says.
         write_back
             Name of a replica that is to have what is saved in the run too; see :meth:`write_back`.
+        keep_last, keep_best
+            Keep the newest N versions, and the best N by each metric, and delete others after each
+            save. Tagged and pinned ones stay. Deleted ones can be undeleted until :meth:`gc`.
 
         Raises
         ------
         InvalidInputError
-            The name, a direction or an encoding is not accepted, or the run has declared the
-            other direction.
+            The name, a direction, an encoding or a count is not accepted, or the run has declared
+            the other direction. Or `keep_best` is given and no metric is declared, or the run has
+            a policy of another kind.
         NotFoundError
             No replica is called `write_back`.
         StorageError
@@ -158,9 +166,12 @@ class Store:
             from ckptstore.encodings.encoding_rules import EncodingRules
 
             rules = EncodingRules(encodings)
-        made = Run(self._session, check_run_name(name), wanted, rules)
+        keeps = keep_last is not None or keep_best is not None
+        made = Run(self._session, check_run_name(name), wanted, rules, retains=keeps)
         if wanted:
             run_ops.ensure_run(known(self.repo), name, wanted)
+        if keeps:
+            retaining.keep(self.repo, name, wanted, last=keep_last, best=keep_best)
         if write_back is not None:
             self.write_back(write_back, runs=[name])
         return made
@@ -174,6 +185,41 @@ class Store:
             The log cannot be read.
         """
         return self.repo.refresh().runs()
+
+    def __bool__(self) -> bool:
+        """Return True, also if there is no run."""
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of runs."""
+        return len(self.runs())
+
+    def __iter__(self) -> Iterator[Run]:
+        """Yield the runs, by name."""
+        return iter([self.run(one.name) for one in self.runs()])
+
+    def __contains__(self, ref: object) -> bool:
+        """Return whether there is a run of this name, or a version of this ref."""
+        if not isinstance(ref, str):
+            return False
+        try:
+            return self.repo.refresh().has_run(ref) or bool(self.resolve(ref).id)
+        except (errors.NotFoundError, errors.InvalidRefError):
+            return False
+
+    def __getitem__(self, ref: str) -> Run | LazyVersion:
+        """Return the run of this name, ``store["gpt"]``, or a version: ``store["gpt@best:loss"]``.
+
+        Raises
+        ------
+        InvalidRefError
+            The text is neither a name nor a ref.
+        RunNotFoundError, VersionNotFoundError
+            It names nothing.
+        """
+        if self.repo.refresh().has_run(ref):
+            return self.run(ref)
+        return self.version(ref)
 
     def versions(self, run: str | None = None) -> list[Version]:
         """Return all versions of a run, or of the store, oldest first.
@@ -209,14 +255,15 @@ class Store:
     version = loading.version
     load = loading.load
     load_into = loading.load_into
+    from_pretrained = loading.from_pretrained
 
     # --- saves ------------------------------------------------------------------------------------
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory for a staged state from the system, and start what saves in the background.
 
-        The first save then stalls the training no longer than the ones after it. Returns when it
-        is done, which takes up to seconds a GiB; does nothing while saves are under way.
+        The first save then stalls the training no longer than later ones. Takes up to seconds a
+        GiB; does nothing while saves are running.
 
         Parameters
         ----------
@@ -283,9 +330,9 @@ class Store:
     ) -> Run:
         """Begin a run at a version; return the run. No tensor is read or written.
 
-        Its first version shares the chunks of the source, which it has for a parent, for good. It
-        has the source's step, and neither its metrics nor its tags. Of a version whose content a
-        replica alone has, chunks that are not here travel from there.
+        Its first version shares the chunks of the source, which stays its parent. It has the
+        source's step, without metrics and tags. Chunks of an evicted version are copied from the
+        replica.
 
         Parameters
         ----------
@@ -306,8 +353,8 @@ class Store:
         metadata
             A JSON object of the user's own.
         store
-            Another store to begin the run in. Chunks that it does not have travel, as they are
-            stored; where they came from is kept in the metadata, below ``forked_from``.
+            Another store to begin the run in. Chunks that it lacks are copied as stored; the
+            metadata names the source, below ``forked_from``.
         progress
             Called with the bytes that have travelled.
 
@@ -356,6 +403,7 @@ class Store:
     repair = checking.repair
     usage = checking.usage
     stats = checking.stats
+    transfers = checking.transfers
     sharing = checking.sharing
     sharing_of = checking.sharing_of
 
@@ -383,6 +431,7 @@ class Store:
         return given if isinstance(given, Store) else Store(self._session.of_replica(name, repo))
 
     replicate = replicating.replicate
+    publish = replicating.publish
     evict = replicating.evict
     unpin_for = replicating.unpin_for
     write_back = replicating.write_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError
 from ckptstore.events import Events
@@ -44,16 +44,14 @@ class Session:
     """
 
     def __init__(
-        self,
-        repo: Repo,
-        *,
-        replicas: ReplicaOptions | None = None,
-        opening: Opening | None = None,
+        self, repo: Repo, *, replicas: ReplicaOptions | None = None, opening: Opening | None = None
     ) -> None:
         self.repo = repo
-        self.events = Events()
-        self.replicas = Replicas(repo, replicas)
-        self.write_backs = WriteBacks(repo, self.replicas, self.events)
+        self.events: Events = Events()
+        self.replicas: Replicas = Replicas(repo, replicas)
+        self.write_backs: WriteBacks = WriteBacks(repo, self.replicas, self.events)
+        self.trackers: dict[tuple[str, str], Mapping[str, str]] = {}
+        """What leads to the run of a tracker, by run of the store and kind of tracker."""
         self._opening = opening
         self._of_replicas: dict[Repo, Session] = {}
         self._kept_savers: dict[int, Saver] = {}
@@ -85,6 +83,11 @@ class Session:
             made = Session(repo, replicas=replicas, opening=opening)
             found = self._of_replicas.setdefault(repo, made)
         return found
+
+    def metadata(self, run: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the metadata of a save: the given, and the trackers that log the run."""
+        trackers = {kind: about for (of, kind), about in list(self.trackers.items()) if of == run}
+        return {"trackers": trackers, **(given or {})} if trackers else given or {}
 
     def close(self) -> None:
         """Wait for what is under way, then close; see :meth:`ckptstore.Store.close`."""
@@ -147,12 +150,14 @@ class Session:
             failed = self.repo.save_event("failed", request.run, request.step, error=error)
             self.events.emit(failed, raised=True)
             raise
-        durable = self.repo.save_event(
-            "durable", version.run, version.step, version.id, receipt=version.receipt
-        )
-        self.events.emit(durable)
+        self.tell_durable(version)
         resume_check.saved(self.repo, version.run, version.step, version.id)
         return version
+
+    def tell_durable(self, version: Version) -> None:
+        """Emit the event of a version that was saved; replicas hear it too."""
+        what = (version.run, version.step, version.id)
+        self.events.emit(self.repo.save_event("durable", *what, receipt=version.receipt))
 
 
 def _unpickled(data: bytes) -> Session:

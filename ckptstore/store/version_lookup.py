@@ -17,16 +17,12 @@ _log = logging.getLogger("ckptstore")
 
 def named_version(repo: Repo, ref: str) -> Version:
     """Return the version that a ref names; see :meth:`ckptstore.Store.resolve`."""
-    return _named(repo, [ref])[0]
+    return named_versions(repo, [ref])[0]
 
 
 def named_versions(repo: Repo, refs: Sequence[str]) -> list[Version]:
     """Return the versions that refs name, in their order; the log is read once for all."""
-    return _named(repo, check_listed(refs, "refs"))
-
-
-def _named(repo: Repo, refs: Sequence[str]) -> list[Version]:
-    parsed = [parse_ref(ref) for ref in refs]
+    parsed = [parse_ref(ref) for ref in check_listed(refs, "refs")]
     if not parsed:
         return []
     try:

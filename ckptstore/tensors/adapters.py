@@ -20,9 +20,8 @@ from ckptstore.tensors.composed import build_subclass, describe_subclass
 class TypeAdapter:
     """Represents the objects of one type by a plain state, on save and again on load.
 
-    Only objects of exactly `type` are represented, not those of its subclasses. Of the type only
-    `name` is stored. It is compared with the names of the built-in adapters and of those passed on
-    load: it never leads to other code.
+    Represents only objects of exactly `type`, not of subclasses. Only `name` is stored; it selects
+    an adapter on load, and never other code.
     """
 
     name: str
@@ -112,10 +111,9 @@ def _converters(kind: type[Any]) -> tuple[Callable[[Any], object], Callable[[Any
         others = (*_HOLD_MORE, tuple, torch.Tensor, torch.nn.Module)
         if dataclasses.is_dataclass(kind) and not issubclass(kind, others):
             return _dataclass_state, partial(_dataclass, kind)
-    raise InvalidInputError(
-        f"{kind!r} is no enum, named tuple, dataclass or tensor subclass with __tensor_flatten__",
-        hint="pass TypeAdapter(name=..., type=..., to_state=..., from_state=...)",
-    )
+    msg = f"{kind!r} is no enum, named tuple, dataclass or tensor subclass with __tensor_flatten__"
+    hint = "pass TypeAdapter(name=..., type=..., to_state=..., from_state=...)"
+    raise InvalidInputError(msg, hint=hint)
 
 
 def _named_state(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a named tuple
@@ -152,6 +150,5 @@ def _check_attributes(value: object, names: Iterable[str]) -> None:
 def _check_fields(kind: type[Any], state: object, names: Iterable[str]) -> None:
     if not isinstance(state, dict) or state.keys() != {*names}:
         stored = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise CorruptObjectError(
-            f"the fields of {kind.__qualname__} are {', '.join(names)}; stored are {stored}"
-        )
+        msg = f"the fields of {kind.__qualname__} are {', '.join(names)}; stored are {stored}"
+        raise CorruptObjectError(msg)

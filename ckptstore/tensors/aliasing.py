@@ -13,6 +13,7 @@ elements overlap each other otherwise (``unfold``) is stored as the range of byt
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,13 +249,9 @@ def _together(group: list[_Place]) -> Pending:
 
 def _add_views(pending: Pending, places: Sequence[_Place], low: int) -> Pending:
     for place in places:
-        shape, strides = list(place.tensor.shape), list(place.tensor.stride())
-        entry: list[Node] = [
-            dtype_text(place.tensor.dtype),
-            place.start - low,
-            [*shape],
-            [*strides],
-        ]
+        tensor = place.tensor
+        shape: list[Node] = [*tensor.shape]
+        entry: list[Node] = [dtype_text(tensor.dtype), place.start - low, shape, [*tensor.stride()]]
         pending.views += [(leaf, entry) for leaf in place.leaves]
         pending.paths += [leaf.path for leaf in place.leaves]
         pending.position = min(pending.position, place.leaves[0].position)
@@ -300,26 +297,16 @@ def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
     return list(groups.values())
 
 
-class _Address:
-    """Describes a shape at an address that nobody reads to NumPy: overlap tests on any device."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-
 def _as_array(place: _Place) -> np.ndarray[Any, Any]:
-    item = place.item
-    return np.asarray(
-        _Address(
-            {
-                "shape": tuple(place.tensor.shape),
-                "strides": tuple(step * item for step in place.tensor.stride()),
-                "typestr": f"|V{item}",
-                "data": (4096 + place.start, True),
-                "version": 3,
-            }
-        )
-    )
+    """Return a shape at an address that nobody reads: overlap tests on any device."""
+    interface = {
+        "shape": tuple(place.tensor.shape),
+        "strides": tuple(step * place.item for step in place.tensor.stride()),
+        "typestr": f"|V{place.item}",
+        "data": (4096 + place.start, True),
+        "version": 3,
+    }
+    return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
 def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

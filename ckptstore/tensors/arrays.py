@@ -47,10 +47,8 @@ def describe_dtype(dtype: np.dtype[Any]) -> Node:
     except CorruptObjectError:
         same = False
     if not same:
-        raise StateError(
-            f"the NumPy dtype {dtype!r} cannot be stored",
-            hint="use numbers, fixed-size strings or structures of these",
-        )
+        msg = f"the NumPy dtype {dtype!r} cannot be stored"
+        raise StateError(msg, hint="use numbers, fixed-size strings or structures of these")
     return node
 
 

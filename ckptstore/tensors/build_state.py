@@ -6,6 +6,7 @@ import datetime as dt
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
@@ -75,6 +76,7 @@ def adapter_names(node: Node, path: Path = ()) -> list[tuple[Path, str]]:
     return found
 
 
+@dataclass(slots=True)
 class Builder:
     """Rebuilds one state.
 
@@ -90,18 +92,11 @@ class Builder:
         Existing tensors, by path, that hold the leaf's values and are returned in its place.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[int, torch.Tensor],
-        records: Sequence[TensorRecord],
-        adapters: Mapping[str, TypeAdapter],
-        targets: Mapping[Path, torch.Tensor],
-    ) -> None:
-        self._tensors = tensors
-        self._records = records
-        self._adapters = adapters
-        self._targets = targets
-        self._objects: dict[str, Any] = {}
+    _tensors: Mapping[int, torch.Tensor]
+    _records: Sequence[TensorRecord]
+    _adapters: Mapping[str, TypeAdapter]
+    _targets: Mapping[Path, torch.Tensor]
+    _objects: dict[str, Any] = field(default_factory=dict, init=False)
 
     def build(self, node: Node) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of `node`.
@@ -159,9 +154,8 @@ class Builder:
         try:
             return adapter.from_state(payload)
         except Exception as error:
-            raise StateError(
-                f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
-            ) from error
+            msg = f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
+            raise StateError(msg) from error
 
     def _leaf(self, tag: str, node: list[Any], path: Path) -> Any:  # noqa: ANN401
         plain = _PLAIN.get(tag)

@@ -82,10 +82,7 @@ BYTES_IO: Final = TypeAdapter(
     name="ckptstore.BytesIO", type=io.BytesIO, to_state=_bytes_state, from_state=_bytes_io
 )
 SPARSE: Final = TypeAdapter(
-    name="ckptstore.sparse",
-    type=torch.Tensor,
-    to_state=describe_sparse,
-    from_state=build_sparse,
+    name="ckptstore.sparse", type=torch.Tensor, to_state=describe_sparse, from_state=build_sparse
 )
 """Of plain tensors and Parameters with a sparse layout; found by the layout, not by the class."""
 
@@ -119,8 +116,7 @@ def _listed(name: str) -> TypeAdapter:
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise StateError(
-            f"the class {name} is not installed: {error}",
-            hint=f"install {module.partition('.')[0]} in the version that the state was saved with",
-        ) from error
+        msg = f"the class {name} is not installed: {error}"
+        hint = f"install {module.partition('.')[0]} in the version that the state was saved with"
+        raise StateError(msg, hint=hint) from error
     return TypeAdapter.of(kind, name=name)

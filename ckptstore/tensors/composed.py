@@ -142,6 +142,8 @@ def _checked(state: object) -> tuple[Any, ...]:
 def flags_of(tensor: torch.Tensor) -> int:
     """Return the flags of a tensor's node: Parameter, Buffer, requires grad."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if type(tensor) is torch.Tensor and not tensor.__dict__:
+        return flags  # no marks of Parameter or Buffer, whose checks take as long as all of this
     if isinstance(tensor, torch.nn.Parameter):
         return flags | PARAMETER
     if isinstance(tensor, torch.nn.Buffer):

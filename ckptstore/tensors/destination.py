@@ -101,8 +101,7 @@ def check_record(record: TensorRecord) -> None:
         They do not fit.
     """
     if bytes_of(record.dtype, record.shape) != record.nbytes:
-        raise CorruptObjectError(
-            f"a record of {record.dtype}{list(record.shape)} has {record.nbytes} bytes"
-        )
+        msg = f"a record of {record.dtype}{list(record.shape)} has {record.nbytes} bytes"
+        raise CorruptObjectError(msg)
     if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
         raise CorruptObjectError(f"{record.order!r} is not an order of {len(record.shape)} dims")

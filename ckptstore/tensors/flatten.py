@@ -10,6 +10,7 @@ densely); that a NumPy array is read-only or a memory map.
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from ckptstore import limits
 from ckptstore.errors import LimitError, StateError
+from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node, text_node
 from ckptstore.format.skeleton_check import validate
@@ -29,9 +31,10 @@ from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolv
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
 from ckptstore.tensors.builtin import SPARSE, builtin_for
 from ckptstore.tensors.composed import SPARSE_LAYOUTS, flags_of
+from ckptstore.tensors.foreign import ForeignTensor
 from ckptstore.tensors.quantized import describe_quantized
-from ckptstore.tensors.refusals import refusal
-from ckptstore.tensors.tensor_bytes import ArrayBytes, SourceTensor, dtype_text
+from ckptstore.tensors.refusals import fields_of, is_record, refusal
+from ckptstore.tensors.tensor_bytes import ArrayBytes, SourceTensor, TensorPayload, dtype_text
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -47,7 +50,9 @@ class FlatState:
     """The tensors that its leaves refer to, by position. They read the caller's memory."""
 
 
-def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
+def flatten(
+    state: object, adapters: Sequence[TypeAdapter] = (), *, plain: bool = False
+) -> FlatState:
     """Flatten a state without copying a tensor.
 
     Parameters
@@ -56,6 +61,8 @@ def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
         Nested dicts, lists, tuples and so on; see ``docs/concepts/state.md``.
     adapters
         Represent objects of other types; also override the representation of known types.
+    plain
+        Take dataclasses and namespaces for dicts of their fields, and enums for their values.
 
     Returns
     -------
@@ -69,7 +76,7 @@ def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
     LimitError
         The state is nested too deep or has too many values.
     """
-    walker = _Walker(adapters)
+    walker = _Walker(adapters, plain=plain)
     skeleton = walker.walk(state, (), 0)
     tensors = walker.resolve()
     validate(skeleton, [tensor.nbytes for tensor in tensors])
@@ -79,8 +86,9 @@ def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
 class _Walker:
     """One pass over one state."""
 
-    def __init__(self, adapters: Sequence[TypeAdapter]) -> None:
+    def __init__(self, adapters: Sequence[TypeAdapter], *, plain: bool) -> None:
         self._adapters = adapters_by_type(adapters)
+        self._plain = plain
         self._open: set[int] = set()
         self._leaves = 0
         self._storages: dict[tuple[str, int], list[Occurrence]] = {}
@@ -101,6 +109,8 @@ class _Walker:
             if adapter is not None:
                 return self._adapted(adapter, value, path, depth)
             handler = _family(value)
+            if handler is None and self._plain and is_record(value):
+                handler = _Walker.on_record
             if handler is None:
                 raise refusal(value, path)
         return handler(self, value, path, depth)
@@ -116,9 +126,8 @@ class _Walker:
 
     def _enter(self, value: object, path: Path, depth: int) -> None:
         if depth >= limits.STATE_DEPTH_MAX:
-            raise LimitError(
-                f"{path_text(path)!r} is nested deeper than {limits.STATE_DEPTH_MAX} levels"
-            )
+            msg = f"{path_text(path)!r} is nested deeper than {limits.STATE_DEPTH_MAX} levels"
+            raise LimitError(msg)
         if id(value) in self._open:
             raise StateError(f"{path_text(path)!r} holds itself: cycles cannot be stored")
         self._open.add(id(value))
@@ -139,9 +148,6 @@ class _Walker:
         self._open.discard(id(value))
         return entries
 
-    def on_dict(self, value: dict[Any, Any], path: Path, depth: int) -> Node:
-        return ["d", *self._entries(value, path, depth)]
-
     def on_ordered(self, value: OrderedDict[Any, Any], path: Path, depth: int) -> Node:
         attributes = vars(value)
         extra = self.walk(attributes, path, depth + 1) if attributes else None
@@ -151,24 +157,11 @@ class _Walker:
         """Represent a defaultdict, whose factory must be a plain type."""
         factory = value.default_factory
         if factory is not None and factory not in _FACTORIES:
-            raise StateError(
-                f"{path_text(path)!r} is a defaultdict with the factory {factory!r}",
-                hint="only int, float, str, bool, bytes, list, dict, set and tuple can be stored",
-            )
+            msg = f"{path_text(path)!r} is a defaultdict with the factory {factory!r}"
+            hint = "only int, float, str, bool, bytes, list, dict, set and tuple can be stored"
+            raise StateError(msg, hint=hint)
         name = None if factory is None else getattr(factory, "__name__", "")
         return ["dd", name, *self._entries(value, path, depth)]
-
-    def on_counter(self, value: Counter[Any], path: Path, depth: int) -> Node:
-        return ["ct", *self._entries(value, path, depth)]
-
-    def on_list(self, value: list[Any], path: Path, depth: int) -> Node:
-        return ["l", *self._items(value, path, depth)]
-
-    def on_tuple(self, value: tuple[Any, ...], path: Path, depth: int) -> Node:
-        return ["t", *self._items(value, path, depth)]
-
-    def on_deque(self, value: deque[Any], path: Path, depth: int) -> Node:
-        return ["q", value.maxlen, *self._items(value, path, depth)]
 
     def on_set(self, value: Iterable[Any], path: Path, _depth: int) -> Node:
         """Represent a set or frozenset, in an order that does not depend on the process."""
@@ -182,9 +175,8 @@ class _Walker:
         try:
             payload = adapter.to_state(value)
         except Exception as error:
-            raise StateError(
-                f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
-            ) from error
+            msg = f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
+            raise StateError(msg) from error
         self._kept.append(payload)
         if payload is value:
             raise StateError(f"the adapter {adapter.name!r} returned the object itself")
@@ -192,10 +184,16 @@ class _Walker:
         self._open.discard(id(value))
         return ["x", adapter.name, node]
 
-    # --- plain values -----------------------------------------------------------------------
+    def on_record(self, value: Any, path: Path, depth: int) -> Node:  # noqa: ANN401 - of any class
+        """Represent a dataclass, an enum or a namespace by its plain value, without its class."""
+        self._enter(value, path, depth)
+        plain = value.value if isinstance(value, enum.Enum) else fields_of(value)
+        self._kept.append(plain)
+        node = self.walk(plain, path, depth + 1)
+        self._open.discard(id(value))
+        return node
 
-    def on_int(self, value: int, path: Path, _depth: int) -> Node:
-        return _int_node(value, path)
+    # --- plain values -----------------------------------------------------------------------
 
     def on_str(self, value: str, path: Path, _depth: int) -> Node:
         """Represent a text; a long one becomes a leaf of its own."""
@@ -225,7 +223,7 @@ class _Walker:
         dtype: str,
         shape: tuple[int, ...],
         order: tuple[int, ...] | None,
-        payload: ArrayBytes,
+        payload: TensorPayload,
         path: Path,
     ) -> Pending:
         pending = Pending(
@@ -257,9 +255,8 @@ class _Walker:
     def _occurrence(self, tensor: torch.Tensor, identity: int, flags: int, path: Path) -> Node:
         device = "" if tensor.is_cpu else str(tensor.device)
         if dtype_text(tensor.dtype) is None:
-            raise StateError(
-                f"{path_text(path)!r} has the dtype {tensor.dtype}, which cannot be stored"
-            )
+            msg = f"{path_text(path)!r} has the dtype {tensor.dtype}, which cannot be stored"
+            raise StateError(msg)
         node: list[Node] = []
         occurrence = Occurrence(
             tensor=tensor, path=path, position=self._leaves, node=node, flags=flags,
@@ -283,6 +280,21 @@ class _Walker:
         state = value.get_state()
         self._kept.append(state)
         return ["G", str(value.device), self._occurrence(state, id(state), 0, path)]
+
+    def on_foreign(self, value: ForeignTensor, path: Path, _depth: int) -> Node:
+        """Represent a tensor of another library; one that occurs twice is stored once."""
+        known = self._arrays.get(id(value))
+        if known is not None and known.raw is not None:
+            known.paths.append(path)
+            return known.raw
+        if value.dtype not in ITEM_BYTES:
+            msg = f"{path_text(path)!r} has the dtype {value.dtype}, which cannot be stored"
+            raise StateError(msg, hint="convert it to one that torch has, such as float8_e4m3fn")
+        node: list[Node] = ["T", 0]
+        self._kept.append(value)
+        made = self._add(node, value.dtype, value.shape, None, value.payload, path)
+        self._arrays[id(value)] = made
+        return node
 
     # --- NumPy ------------------------------------------------------------------------------
 
@@ -308,12 +320,6 @@ class _Walker:
         self._arrays[id(value)] = self._add(node, twin or "uint8", shape, order, payload, path)
         return node
 
-    def on_scalar(self, value: np.generic, path: Path, _depth: int) -> Node:
-        return ["ns", _numpy_dtype(value.dtype, path), scalar_bytes(value)]
-
-    def on_numpy_dtype(self, value: np.dtype[Any], path: Path, _depth: int) -> Node:
-        return ["nd", _numpy_dtype(value, path)]
-
 
 # --- plain values that cannot be stored as they are -----------------------------------------------
 
@@ -329,10 +335,8 @@ def _int_node(value: int, path: Path) -> Node:
     if -(1 << 63) <= value < (1 << 63):
         return value
     if value.bit_length() > limits.INT_DIGITS_MAX * 3:
-        raise StateError(
-            f"{path_text(path)!r} is an integer of {value.bit_length()} bits",
-            hint="keep it as bytes (int.to_bytes)",
-        )
+        msg = f"{path_text(path)!r} is an integer of {value.bit_length()} bits"
+        raise StateError(msg, hint="keep it as bytes (int.to_bytes)")
     return ["i", str(value)]
 
 
@@ -353,10 +357,9 @@ def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: A
         return key  # type: ignore[no-any-return]
     if kind is tuple:
         return ["t", *(_key_node(item, path, where) for item in key)]
-    raise StateError(
-        f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}",
-        hint="keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples",
-    )
+    msg = f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}"
+    hint = "keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples"
+    raise StateError(msg, hint=hint)
 
 
 def _file_path_node(value: pathlib.PurePath) -> Node:
@@ -374,10 +377,8 @@ def _datetime_node(value: dt.datetime, path: Path) -> Node:
         Its zone is more than an offset from UTC.
     """
     if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        raise StateError(
-            f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}",
-            hint="convert it to UTC: value.astimezone(datetime.timezone.utc)",
-        )
+        msg = f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}"
+        raise StateError(msg, hint="convert it to UTC: value.astimezone(datetime.timezone.utc)")
     return ["dm", value.isoformat(), value.fold]
 
 
@@ -415,22 +416,22 @@ _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
 _FAMILIES: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     torch.Tensor: _Walker.on_tensor,
     np.ndarray: _Walker.on_array,
-    np.generic: _Walker.on_scalar,
-    np.dtype: _Walker.on_numpy_dtype,
+    np.generic: lambda _w, v, path, _d: ["ns", _numpy_dtype(v.dtype, path), scalar_bytes(v)],
+    np.dtype: lambda _w, v, path, _d: ["nd", _numpy_dtype(v, path)],
 }
 _HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     torch.Tensor: _Walker.on_tensor,
     torch.nn.Parameter: _Walker.on_tensor,
-    dict: _Walker.on_dict,
-    int: _Walker.on_int,
+    dict: lambda walker, v, path, depth: ["d", *walker._entries(v, path, depth)],
+    int: lambda _w, v, path, _d: _int_node(v, path),
     str: _Walker.on_str,
-    list: _Walker.on_list,
-    tuple: _Walker.on_tuple,
+    list: lambda walker, v, path, depth: ["l", *walker._items(v, path, depth)],
+    tuple: lambda walker, v, path, depth: ["t", *walker._items(v, path, depth)],
     bytes: _Walker.on_bytes,
     OrderedDict: _Walker.on_ordered,
     defaultdict: _Walker.on_default,
-    Counter: _Walker.on_counter,
-    deque: _Walker.on_deque,
+    Counter: lambda walker, v, path, depth: ["ct", *walker._entries(v, path, depth)],
+    deque: lambda walker, v, path, depth: ["q", v.maxlen, *walker._items(v, path, depth)],
     set: _Walker.on_set,
     frozenset: _Walker.on_set,
     bytearray: _Walker.on_bytearray,
@@ -439,6 +440,7 @@ _HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     slice: _Walker.on_numbers,
     np.ndarray: _Walker.on_array,
     torch.Generator: _Walker.on_generator,
+    ForeignTensor: _Walker.on_foreign,
     torch.dtype: lambda _w, v, _p, _d: ["dt", str(v).removeprefix("torch.")],
     torch.device: lambda _w, v, _p, _d: ["dv", str(v)],
     torch.Size: lambda _w, v, _p, _d: ["sz", *v],

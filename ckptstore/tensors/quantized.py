@@ -15,13 +15,7 @@ import torch
 
 from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.format.dtypes import QUANTIZED_PER_BYTE
-from ckptstore.tensors.tensor_bytes import (
-    as_integers,
-    dtype_named,
-    dtype_text,
-    offset_of,
-    tensor_over,
-)
+from ckptstore.tensors import tensor_bytes
 
 
 class Quantized(NamedTuple):
@@ -47,19 +41,21 @@ def describe_quantized(tensor: torch.Tensor) -> Quantized:
     StateError
         It is packed and not contiguous, or its scheme is unknown.
     """
-    dtype = dtype_text(tensor.dtype)
+    dtype = tensor_bytes.dtype_text(tensor.dtype)
     if dtype is None:
         raise StateError(f"the quantized dtype {tensor.dtype} cannot be stored")
     scheme, parameters = _scheme(tensor)
     per_byte = QUANTIZED_PER_BYTE[dtype]
     if per_byte == 1:
-        integers, shape = as_integers(tensor), None
+        integers, shape = tensor_bytes.as_integers(tensor), None
     else:
-        if not tensor.is_contiguous() or offset_of(tensor):
+        if not tensor.is_contiguous() or tensor_bytes.offset_of(tensor):
             raise StateError(f"a {dtype} tensor must be contiguous to be stored")
         shape = tuple(tensor.shape)
         nbytes = _packed_bytes(shape, per_byte)
-        integers = tensor_over(tensor.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
+        integers = tensor_bytes.tensor_over(
+            tensor.untyped_storage(), torch.uint8, 0, (nbytes,), (1,)
+        )
     return Quantized(integers, dtype, shape, scheme, parameters)
 
 
@@ -96,13 +92,13 @@ def build_quantized(
         The parts do not fit together.
     """
     sizes = tuple(integers.shape) if shape is None else shape
-    quantized = dtype_named(dtype)
+    quantized = tensor_bytes.dtype_named(dtype)
     item = 4 if dtype == "qint32" else 1
     if integers.element_size() != item or (shape is None) != (QUANTIZED_PER_BYTE[dtype] == 1):
         raise CorruptObjectError(f"the record below a {dtype} tensor does not fit it")
-    storage, offset = integers.untyped_storage(), offset_of(integers)
+    storage, offset = integers.untyped_storage(), tensor_bytes.offset_of(integers)
     if shape is None and scheme == "none":
-        return tensor_over(storage, quantized, offset, sizes, integers.stride())
+        return tensor_bytes.tensor_over(storage, quantized, offset, sizes, integers.stride())
     nbytes = _packed_bytes(sizes, QUANTIZED_PER_BYTE[dtype])
     flat = integers.dim() == 1 and integers.numel() == nbytes and integers.is_contiguous()
     if shape is not None and not flat:
@@ -114,7 +110,7 @@ def build_quantized(
         made = _empty(start, quantized, scheme, parameters, integers.device, sizes)
     if shape is None:
         return made.set_(storage, offset, sizes, integers.stride())
-    target = tensor_over(made.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
+    target = tensor_bytes.tensor_over(made.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
     target.copy_(integers)
     return made
 

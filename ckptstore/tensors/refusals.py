@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import types
@@ -17,6 +18,20 @@ _ADAPTER = "represent it by plain values, or pass a TypeAdapter for its type"
 _OF = "pass adapters=[TypeAdapter.of(its class)] on save and on load"
 
 
+def is_record(value: object) -> bool:
+    """Return whether ``plain=True`` stores a value without its class."""
+    if isinstance(value, enum.Enum | types.SimpleNamespace | argparse.Namespace):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass or a namespace
+    """Return the fields of a dataclass or a namespace by name; nested ones as they are."""
+    if dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    return dict(vars(value))
+
+
 def refusal(value: object, path: Path) -> StateError:
     """Return the error for a value that has no representation."""
     kind = type(value)
@@ -29,16 +44,16 @@ def refusal(value: object, path: Path) -> StateError:
 def _why(value: Any) -> tuple[str, str]:  # noqa: ANN401 - anything at all
     if isinstance(value, torch.Tensor):
         return _why_tensor(value)
+    if type(value).__module__.partition(".")[0] in ("jax", "jaxlib", "flax", "optax"):
+        return "", "save state_of(tree) of ckptstore.integrations.jax"
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
         return "", "save its state_dict()"
     if callable(getattr(value, "state_dict", None)):
         return "", "save its state_dict(), or pass a TypeAdapter for its type"
     code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
     if isinstance(value, code):
-        return (
-            ": code is never stored",
-            "leave it out and set it again after loading (a scheduler's lr_lambda, for example)",
-        )
+        hint = "leave it out and set it again after loading (a scheduler's lr_lambda, for example)"
+        return ": code is never stored", hint
     if isinstance(value, np.random.Generator):
         return "", "save its bit_generator.state"
     if isinstance(value, np.random.RandomState) or hasattr(value, "getstate"):
@@ -48,27 +63,24 @@ def _why(value: Any) -> tuple[str, str]:  # noqa: ANN401 - anything at all
     if isinstance(value, np.ndarray):
         return ": only plain arrays are", "save numpy.asarray(value), and a mask beside it"
     if isinstance(value, enum.Enum):
-        return "", f"save its value or name, or {_OF}"
-    if dataclasses.is_dataclass(value):
-        return "", f"save dataclasses.asdict(value), or {_OF}"
+        return "", f"save its value or name (plain=True does), or {_OF}"
+    if is_record(value):
+        return "", f"save its fields as a dict (plain=True does), or {_OF}"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return ": its class would be lost", f"save tuple(value), or {_OF}"
     for plain in (dict, tuple, list, str, int, float, bytes):
         if isinstance(value, plain):
-            return (
-                f": its class would be lost (only {plain.__name__} itself is)",
-                f"save {plain.__name__}(value), or pass a TypeAdapter for its type",
-            )
+            name = plain.__name__
+            hint = f"save {name}(value), or pass a TypeAdapter for its type"
+            return f": its class would be lost (only {name} itself is)", hint
     return "", _ADAPTER
 
 
 def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
     names = {base.__name__ for base in type(value).__mro__}
     if "DTensor" in names or "ShardedTensor" in names:
-        return (
-            ": it is one shard of a distributed tensor",
-            "save it with dcp.save and ckptstore.integrations.dcp.CkptStoreWriter",
-        )
+        hint = "save it with dcp.save and ckptstore.integrations.dcp.CkptStoreWriter"
+        return ": it is one shard of a distributed tensor", hint
     if value.is_meta or "FakeTensor" in names:
         return ": it has no data", "materialize it first (to_empty, or load its weights)"
     if "UninitializedTensorMixin" in names:
@@ -78,13 +90,8 @@ def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
     if value.layout == torch._mkldnn:  # type: ignore[attr-defined]
         return ": it is in an mkldnn layout", "save tensor.to_dense()"
     if value.layout != torch.strided:
-        return (
-            f": its layout is {value.layout}",
-            "save its parts, or tensor.to_dense()",
-        )
+        return (f": its layout is {value.layout}", "save its parts, or tensor.to_dense()")
     if hasattr(value, "__tensor_flatten__"):
         return ": its class is not known", f"save its inner tensors, or {_OF}"
-    return (
-        ": its class is not known",
-        "save its parts (tensor.dequantize() or its inner tensors), or pass a TypeAdapter",
-    )
+    hint = "save its parts (tensor.dequantize() or its inner tensors), or pass a TypeAdapter"
+    return ": its class is not known", hint

@@ -92,10 +92,8 @@ class Restorer:
                 continue
             found = builtin_named(name)
             if found is None:
-                raise StateError(
-                    f"{path_text(path)!r} was saved by the adapter {name!r}, which is not given",
-                    hint="pass adapters=[TypeAdapter(...)] on load as on save",
-                )
+                msg = f"{path_text(path)!r} was saved by the adapter {name!r}, which is not given"
+                raise StateError(msg, hint="pass adapters=[TypeAdapter(...)] on load as on save")
             self._adapters[name] = found
         self._leaves = iter_leaves(skeleton) if leaves is None else leaves
         self.needed: tuple[int, ...] = tuple(sorted({leaf.index for leaf in self._leaves}))
@@ -154,10 +152,8 @@ class Restorer:
         for path, target in _tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None and any(found[: len(path)] == path for found in by_path):
-                raise InvalidInputError(
-                    f"{path_text(path)!r} is made of several tensors, which into cannot fill",
-                    hint="load it without into, or leave it out of into",
-                )
+                msg = f"{path_text(path)!r} is made of several tensors, which into cannot fill"
+                raise InvalidInputError(msg, hint="load it without into, or leave it out of into")
             if leaf is None:
                 end = f".{path_text(path)}"
                 near = next(filter(lambda text: text.endswith(end), map(path_text, by_path)), "")
@@ -191,20 +187,17 @@ def _device_for(saved: str, map_location: MapLocation) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise InvalidInputError(
-            f"map_location is {wanted!r}, which names no device: {error}",
-            hint='"cpu" is host memory, "cuda" a GPU of NVIDIA or AMD, "mps" one of Apple',
-        ) from error
+        msg = f"map_location is {wanted!r}, which names no device: {error}"
+        hint = '"cpu" is host memory, "cuda" a GPU of NVIDIA or AMD, "mps" one of Apple'
+        raise InvalidInputError(msg, hint=hint) from error
     if device.type == "meta":
         raise InvalidInputError("a state cannot be loaded to the meta device")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:  # depends on the kind of device
         why = str(error).strip().partition("\n")[0][:120]
-        raise InvalidInputError(
-            f"map_location is {str(device)!r}, a device that this process does not have: {why}",
-            hint='map_location="cpu" loads into host memory',
-        ) from error
+        msg = f"map_location is {str(device)!r}, a device that this process does not have: {why}"
+        raise InvalidInputError(msg, hint='map_location="cpu" loads into host memory') from error
     return device
 
 
@@ -239,9 +232,8 @@ def _tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch
     if isinstance(value, torch.Tensor):
         return [(path, value)]
     if isinstance(value, torch.nn.Module):
-        raise InvalidInputError(
-            "into must be a state, not a module", hint="pass into=module.state_dict()"
-        )
+        msg = "into must be a state, not a module"
+        raise InvalidInputError(msg, hint="pass into=module.state_dict()")
     if depth > 64:
         raise InvalidInputError("into is nested too deep")
     found: list[tuple[Path, torch.Tensor]] = []
@@ -327,7 +319,5 @@ def _check_apart(
     for before, after in itertools.pairwise(spans):
         if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
             a, b = path_text(before[4]), path_text(after[4])
-            raise InvalidInputError(
-                f"{a!r} and {b!r} share memory in into, but are two tensors in the version",
-                hint="leave one of them out of into",
-            )
+            msg = f"{a!r} and {b!r} share memory in into, but are two tensors in the version"
+            raise InvalidInputError(msg, hint="leave one of them out of into")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -49,9 +49,8 @@ def dtype_named(name: str) -> torch.dtype:
     """
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        raise UnsupportedFeatureError(
-            f"torch {torch.__version__} has no dtype {name!r}", hint="install a newer torch"
-        )
+        msg = f"torch {torch.__version__} has no dtype {name!r}"
+        raise UnsupportedFeatureError(msg, hint="install a newer torch")
     return dtype
 
 
@@ -142,11 +141,12 @@ class SourceTensor:
     """Its bytes."""
     watched: tuple[torch.Tensor, ...] = ()
     """The caller's tensors that it reads; their counters tell whether they were changed."""
+    nbytes: int = field(init=False)
+    """Bytes of the dense tensor; a save asks for them ten times."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+    def __post_init__(self) -> None:
+        """Count the bytes."""
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * ITEM_BYTES[self.dtype])
 
     @property
     def itemsize(self) -> int:
@@ -189,17 +189,8 @@ class TensorBytes:
     def __init__(self, tensor: torch.Tensor, order: Sequence[int] | None, *, dense: bool) -> None:
         self._tensor = tensor
         self._order = order
-        self._dense = dense
-
-    @property
-    def device(self) -> torch.device:
-        """Return the tensor's device."""
-        return self._tensor.device
-
-    @property
-    def dense(self) -> bool:
-        """Return whether its memory is exactly the bytes to store."""
-        return self._dense
+        self.dense = dense
+        self.device: torch.device = tensor.device
 
     def flat(self) -> torch.Tensor:
         """Return the bytes of a dense tensor, ``uint8[nbytes]``, on its device."""
@@ -211,7 +202,7 @@ class TensorBytes:
     def view(self) -> memoryview | None:
         """Return the memory of a dense tensor on the CPU."""
         tensor = self._tensor
-        if not self._dense or tensor.device.type != "cpu":
+        if not self.dense or tensor.device.type != "cpu":
             return None
         item = tensor.element_size()
         return memory_of(tensor.untyped_storage(), offset_of(tensor) * item, tensor.numel() * item)
@@ -220,7 +211,7 @@ class TensorBytes:
         """Write a piece of the bytes into `out`."""
         if not len(out):
             return
-        if self._dense:
+        if self.dense:
             piece = self.flat()[start : start + len(out)]
             torch.frombuffer(out, dtype=torch.uint8).copy_(piece)
             return

@@ -17,14 +17,7 @@ __all__ = ["CALLS", "WRITES", "Fault", "FaultyBackend", "When"]
 T = TypeVar("T")
 
 WRITES = frozenset(
-    {
-        "put",
-        "put_if_absent",
-        "open_writer",
-        "writer.write",
-        "writer.commit",
-        "delete",
-    }
+    {"put", "put_if_absent", "open_writer", "writer.write", "writer.commit", "delete"}
 )
 """Names of the calls that change the storage."""
 CALLS = WRITES | {"get", "read_into", "list", "stat"}
@@ -78,8 +71,7 @@ class Fault:
         """Refuse names of calls that do not exist: such a test would test nothing."""
         unknown = self.calls - CALLS
         if unknown:
-            msg = f"no such calls: {sorted(unknown)}"
-            raise ValueError(msg)
+            raise ValueError(f"no such calls: {sorted(unknown)}")
 
     def takes(self, call: str) -> bool:
         """Count one call, and return whether it fails."""
@@ -105,7 +97,7 @@ class FaultyBackend(WrapperBackend):
 
     def __init__(self, inner: Backend, *faults: Fault) -> None:
         super().__init__(inner)
-        self.faults = list(faults)
+        self.faults: list[Fault] = list(faults)
 
     def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
         """Carry out a call that knows no half, or fail."""

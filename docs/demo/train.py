@@ -96,10 +96,7 @@ def train(store_url: str, run_name: str, plan: Plan, losses: Path, hold_in_save:
     that whoever started this process can kill it there.
     """
     training = Training(plan)
-    with (
-        ckptstore.open(store_url, create=True) as store,
-        losses.open("a", encoding="utf-8") as log,
-    ):
+    with ckptstore.open(store_url, create=True) as store, losses.open("a", encoding="utf-8") as log:
         run = store.run(run_name, metrics={"val_loss": "min"})
         if run.head is not None:
             training.restore(run.load("latest"))

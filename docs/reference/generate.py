@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import tokenize
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -39,50 +40,50 @@ happened, `error.hint` what to do next. `error.exit_code` is what the command li
 |---|---|---|---|"""
 
 API = {
-    "ckptstore": "What most programs need. `ckptstore.open` makes everything else.",
-    "ckptstore.integrations.files": "Files of other programs.",
-    "ckptstore.integrations.dcp": "torch.distributed.checkpoint on a store.",
-    "ckptstore.events": "What operations tell: progress, and events of saves.",
-    "ckptstore.maintenance.check.verify": "What `Store.verify` returns.",
-    "ckptstore.maintenance.repair.repair_report": "What `Store.repair` returns.",
-    "ckptstore.maintenance.check.latest_valid": "What `Run.latest_valid` returns.",
-    "ckptstore.maintenance.reports.usage": "What `Store.usage` and `Store.stats` return.",
-    "ckptstore.maintenance.reports.sharing": "What `Store.sharing` and `Store.sharing_of` return.",
-    "ckptstore.maintenance.reports.diff": "What `Store.diff` returns.",
-    "ckptstore.states.compare": "How far apart changed tensors are.",
-    "ckptstore.states.transfer": "What `Store.load_into` returns.",
-    "ckptstore.format.renames": "How `rename` is read.",
-    "ckptstore.catalog.policy": "Retention policies, as text and as JSON.",
-    "ckptstore.catalog.retention_rules": "The rules of retention policies.",
-    "ckptstore.catalog.retention": "What a policy makes of each version, and why.",
-    "ckptstore.maintenance.retention.retain": "What `Store.retain` returns.",
-    "ckptstore.maintenance.retention.remove": "What `Store.remove` returns.",
-    "ckptstore.maintenance.retention.rounding_report": "Errors and bytes of rounding.",
-    "ckptstore.replicas.writeback": "What `Store.write_back` returns.",
-    "ckptstore.maintenance.replicas.evict": "What `Store.evict` returns.",
-    "ckptstore.catalog.early_stopping": "What `DivergenceGuard.update` returns.",
-    "ckptstore.catalog.history": "The values that a metric had.",
-    "ckptstore.integrations.plots": "Pictures of a metric; needs the extra `plots`.",
-    "ckptstore.integrations.receipt_plots": "Pictures of what saves took; the same extra.",
-    "ckptstore.integrations.preemption": "Signals that announce the end, on all ranks.",
+    "ckptstore": "For most programs. `ckptstore.open` makes everything else.",
+    "ckptstore.reports": "Types of results, to import for annotations.",
+    "ckptstore.integrations.files": "Import from and export to files of other programs.",
+    "ckptstore.integrations.dcp": "`torch.distributed.checkpoint` on a store.",
+    "ckptstore.events": "Progress of operations, and events of saves.",
+    "ckptstore.pages.report_file": "A report on a store, as one HTML file.",
+    "ckptstore.integrations.preemption": "Signals that announce the end of a job, on all ranks.",
     "ckptstore.integrations.lightning_loop": (
-        "What `CkptStoreIO` of `ckptstore.integrations.lightning` and "
-        "`ckptstore.integrations.pytorch_lightning` does."
+        "Methods of `CkptStoreIO` in `ckptstore.integrations.lightning` and "
+        "`ckptstore.integrations.pytorch_lightning`."
     ),
-    "ckptstore.integrations.lightning_callback": "What `CkptStoreCallback` of the same two does.",
+    "ckptstore.integrations.lightning_callback": "Methods of `CkptStoreCallback` in the same two.",
     "ckptstore.integrations.transformers": "Hugging Face `Trainer`.",
     "ckptstore.integrations.accelerate": "Accelerate.",
-    "ckptstore.checkpoint.content": "What `LazyVersion.tensors` returns.",
-    "ckptstore.backends.base": "The interface of storage, for who adds one.",
-    "ckptstore.backends.probe": "What is found out about a storage.",
+    "ckptstore.integrations.jax": "Pytrees of JAX, with states of Flax and optax.",
+    "ckptstore.integrations.ray_train": "Ray Train.",
+    "ckptstore.integrations.weights": "Weights of any trainer's version, into a model.",
+    "ckptstore.integrations.data_position": "Positions in the data, at any number of ranks.",
+    "ckptstore.integrations.trackers": "MLflow, W&B and Trackio.",
+    "ckptstore.backends.base": "The interface of storage, for authors of backends.",
+    "ckptstore.backends.probe": "The probe of a storage.",
     "ckptstore.testing.conformance": "The tests that a backend must pass.",
-    "ckptstore.testing.side_door": "What a suite gives the tests to look behind the backend.",
+    "ckptstore.testing.answers": "The tests of a backend that speaks HTTP.",
+    "ckptstore.testing.side_door": "Access to the storage behind a backend under test.",
     "ckptstore.testing.faulty": "A backend that fails on purpose.",
 }
 """Modules of the public interface, and what they are for."""
 
+READING = """The site (`make site`, then `build/site/docs/reference/api.html`) has a page for each
+name, with signatures, parameters, results and errors. Python shows the same:
+`help(ckptstore.Run.save)`. Errors are on [a page of their own](errors.md).
+
+Besides the errors that a docstring names, every call that reads or writes a store can raise
+`StorageError` (the storage failed); every one that changes it `ReadOnlyError` or
+`UnsafeBackendError` (it cannot be written to); and every one with a [ref](refs.md)
+`InvalidRefError`, `RunNotFoundError` or `VersionNotFoundError` (it names nothing).
+"""
 _ROLE = re.compile(r":(?:meth|class|func|mod|data|attr):`[~.]?([^`]+)`")
-_SECTIONS = ("Parameters", "Returns", "Yields", "Raises", "Attributes", "Notes", "Examples")
+_MET = re.compile(
+    r"^(?!.*(TRIES|REREADS|TASK|SENDS|STRAY|VISIBILITY|HEADS|TRANSPLANT|ALIAS|CELLS|LISTED|KEY_))"
+    r"(?!(RECIPE|SNAPSHOT|REFERENCES|RECORD|SKELETON|VERIFY|SEGMENT)_)"
+    r"(.*_(MAX|DEFAULT)|(?!.*(RESUME|GC_|THAW|DERIVED|PACE|SNAPSHOT|WEB)).*_MIN)"
+)
+"""In the name of a limit that a user can meet; the others tune what happens inside."""
 
 
 def pages() -> dict[str, str]:
@@ -94,120 +95,29 @@ def pages() -> dict[str, str]:
 
 
 def api_page() -> str:
-    """Return the page of modules, classes and functions."""
-    parts = ["# Python API\n", MADE]
-    parts += [f"- [{name}](#{name.replace('.', '')}): {use}" for name, use in API.items()]
-    parts.append("\nErrors are on [a page of their own](errors.md).\n")
+    """Return the tables of public names, from which the site makes a page for each."""
+    parts = ["# Python API\n", MADE, READING]
     for name, use in API.items():
         module = importlib.import_module(name)
-        parts.append(f"## {name}\n\n{use}\n")
-        parts += [_member(module, each) for each in module.__all__]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
-
-
-def _member(module: ModuleType, name: str) -> str:
-    value = getattr(module, name)
-    if inspect.isclass(value):
-        if issubclass(value, errors.CkptStoreError):
-            said = (inspect.getdoc(value) or "").partition("\n")[0]
-            return f"### {name}\n\n{said} See [errors](errors.md).\n"
-        return _class(name, value)
-    if inspect.isfunction(value):
-        return f"### {name}\n\n{_signature(name, value)}{_prose(value)}\n"
-    return f"### {name}\n\nA value of the module.\n"
-
-
-def _class(name: str, cls: type) -> str:
-    parts = [f"### {name}\n", _prose(cls)]
-    fields = _field_texts(cls)
-    if fields:
-        parts += ["| field | type | |", "|---|---|---|"]
-        for field, (annotation, text) in fields.items():
-            shown = annotation.replace("|", "\\|")
-            parts.append(f"| `{field}` | `{shown}` | {' '.join(text.split())} |")
-        parts.append("")
-    for attribute, value in vars(cls).items():
-        if attribute.startswith("test_"):
-            continue
-        if attribute.startswith("_") and attribute not in ("__getitem__", "__len__"):
-            continue
-        if isinstance(value, property):
-            parts.append(f"**{name}.{attribute}** (property)\n\n{_prose(value.fget)}\n")
-        elif inspect.isfunction(value) or isinstance(value, classmethod):
-            function = value.__func__ if isinstance(value, classmethod) else value
-            heading = f"**{name}.{attribute}**\n\n{_signature(attribute, function)}"
-            parts.append(f"{heading}{_prose(function)}\n")
+        rows = [f"| `{each}` | {_meaning(module, each)} |" for each in module.__all__]
+        parts += [f"## {name}\n", f"{use}\n", "| name | meaning |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 
 
-def _field_texts(cls: type) -> dict[str, tuple[str, str]]:
-    """Return annotation and docstring of each annotated field that the class itself has."""
-    names = [name for name in vars(cls).get("__annotations__", {}) if not name.startswith("_")]
-    source = inspect.getsource(cls) if names else ""
-    found = {}
-    for name in names:
-        after = re.search(
-            rf'^    {name}: (?P<type>[^=\n]+?)(?: = .*)?\n(?:    """(?P<text>.*?)""")?',
-            source,
-            re.MULTILINE | re.DOTALL,
-        )
-        if after:
-            found[name] = (after["type"].strip(), _plain(after["text"] or ""))
-    return found
+def _meaning(module: ModuleType, name: str) -> str:
+    """Return the first paragraph of a docstring; that of a constant stands below it."""
+    value = getattr(module, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return _cell(_summary(value))
+    for made, below in pairwise(ast.parse(inspect.getsource(module)).body):
+        named = ast.unparse(made).partition(" ")[0].rstrip(":") == name
+        if named and isinstance(below, ast.Expr):
+            return _cell(ast.literal_eval(below.value))
+    raise ValueError(f"{module.__name__}.{name} has no docstring below it")
 
 
-def _signature(name: str, function: object) -> str:
-    signature = inspect.signature(function)
-    kept = [part for part in signature.parameters.values() if part.name not in ("self", "cls")]
-    shown = str(signature.replace(parameters=kept)).replace("'", "")
-    shown = _named(shown)
-    if len(name + shown) > 100:
-        inner = [f"    {_shown(part)}," for part in _with_star(kept)]
-        arrow = shown.rpartition(") -> ")[2]
-        shown = "(\n" + "\n".join(inner) + f"\n) -> {arrow}"
-    return f"```python no-run: a signature\n{name}{shown}\n```\n\n"
-
-
-def _with_star(parameters: list[inspect.Parameter]) -> Iterator[inspect.Parameter | str]:
-    starred = False
-    for part in parameters:
-        if part.kind is part.KEYWORD_ONLY and not starred:
-            starred = True
-            yield "*"
-        yield part
-
-
-def _shown(part: inspect.Parameter | str) -> str:
-    return _named(str(part).replace("'", ""))
-
-
-def _named(text: str) -> str:
-    """Return a signature without addresses in memory."""
-    text = re.sub(r"<function (\w+) at [^>]+>", r"\1", text)
-    return re.sub(r"<[\w.]*?(\w+) object at [^>]+>", r"\1()", text)
-
-
-def _prose(owner: object) -> str:
-    """Return a docstring as Markdown: its sections as bold words and lists."""
-    lines = (inspect.getdoc(owner) or "").splitlines()
-    out: list[str] = []
-    section = ""
-    for number, line in enumerate(lines):
-        below = lines[number + 1] if number + 1 < len(lines) else ""
-        if line in _SECTIONS and set(below) == {"-"}:
-            section = line
-            out += [f"**{line}**", ""]
-        elif section and line and set(line) == {"-"}:
-            continue
-        elif section in ("Notes", "Examples", ""):
-            out.append(line)
-        elif line and not line.startswith(" "):
-            out.append(
-                f"- `{line}`:" if lines[number + 1 :] and below.startswith(" ") else f"- {line}"
-            )
-        else:
-            out.append("  " + line.strip() if line else "")
-    return _plain("\n".join(out)) + "\n"
+def _cell(text: str) -> str:
+    return _plain(" ".join(text.split())).replace("|", "\\|")
 
 
 def _plain(text: str) -> str:
@@ -221,6 +131,7 @@ def _plain(text: str) -> str:
 def errors_page() -> str:
     """Return the tree of errors, with kind and exit code of each."""
     tree = inspect.getdoc(errors).split("::\n\n", 1)[1].split("\n\nA ``kind``", 1)[0]
+    tree = re.sub(r"(?<=[\w)])  +\S.*$", "", tree, flags=re.MULTILINE)  # the table says it
     rows = [
         f"| `{cls.__name__}` | `{cls.kind}` | {cls.exit_code} | {_summary(cls)} |"
         for cls in sorted_errors()
@@ -243,22 +154,39 @@ def _summary(owner: object) -> str:
 
 
 def limits_page() -> str:
-    """Return every limit and default, with its reason."""
+    """Return the limits and defaults that a user can meet."""
     parts = [
         "# Limits and defaults\n",
         MADE,
-        "All are in `ckptstore/limits.py`. What ends in `_MAX` bounds what is accepted from",
-        "storage; what ends in `_DEFAULT` can be set. A name ends in its unit.\n",
+        "A `_MAX` or `_MIN` bounds what is accepted; a `_DEFAULT` can be set. Names end in",
+        "their units. `ckptstore/limits.py` has all constants, with their full reasons.\n",
     ]
     for title, group in read_limits().items():
-        parts += [
-            f"## {title[:1].upper()}{title[1:]}\n",
-            "| name | value | what, and why so much |",
-            "|---|---|---|",
+        named: dict[str, list[str]] = {}  # constants that share a comment share a row
+        for name, text in group.items():
+            if _MET.search(name):
+                named.setdefault(text, []).append(name)
+        rows = [
+            f"| {', '.join(f'`{name}`' for name in names)} "
+            f"| {'; '.join(map(_amount, names))} | {_short(text)} |"
+            for text, names in named.items()
         ]
-        parts += [f"| `{name}` | {_amount(name)} | {text} |" for name, text in group.items()]
-        parts.append("")
+        if rows:
+            heading = f"## {title[:1].upper()}{title[1:]}\n"
+            parts += [heading, "| name | value | meaning |", "|---|---|---|", *rows, ""]
     return "\n".join(parts)
+
+
+def _short(text: str) -> str:
+    """Return the first sentence of a comment, or else the first clause of its reason."""
+    meaning, _, source = text.partition("Source: ")
+    first = re.split(r"(?<=[.;]) ", meaning)[0].rstrip(" .;")
+    clause = re.split(r"[.;:](?= |$)", source)[0]
+    if clause.count("(") > clause.count(")"):
+        clause = clause.rpartition(" (")[0]
+    if first or clause == "as above":
+        return f"{first}." if first else ""
+    return f"{clause[:1].upper()}{clause[1:]}."
 
 
 def read_limits() -> dict[str, dict[str, str]]:

@@ -20,13 +20,15 @@ OPS = "create-run declare save annotate tag untag fork rollback delete undelete 
 OPS += " set-policy verified quarantine condemn swept replicate replicated"
 OPS += " name-replica unname-replica"
 COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
-DTYPES = np.sctypeDict | {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
+DTYPES = {k: v for k, v in np.sctypeDict.items() if np.dtype(v).isbuiltin == 1}  # not ml_dtypes'
+DTYPES |= {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
 SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
 FIRST = {"d": 1, "o": 2, "dd": 2, "ct": 1, "l": 1, "t": 1, "q": 2}  # where the items begin
 NUMBERS = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq", strict=True))  # MessagePack code to struct's
 FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7E), "float8_e5m2": (2, 15, 0x7C)}  # bits, bias, last number
 QUIET = {"float64": 0x7FF8 << 48, "float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 QUIET |= dict.fromkeys(FLOAT8, 0x7F)
+Array = np.ndarray
 SIZED = ((0xDE, dict, 2), (0xDC, list, 2), (0xD9, str, 1), (0xC4, bytes, 1))
 
 
@@ -223,9 +225,7 @@ def float8(dtype: str) -> np.ndarray:
     return quiet("float32", np.concatenate([size, -size]).astype("f4"))
 
 
-def quiet(
-    dtype: str, made: np.ndarray, nan: np.ndarray | None = None, sign: np.ndarray | None = None
-) -> np.ndarray:
+def quiet(dtype: str, made: Array, nan: Array | None = None, sign: Array | None = None) -> Array:
     """Return floats in which each NaN is the quiet one of its sign."""
     nan, sign = (np.isnan(made), np.signbit(made)) if nan is None else (nan, sign)
     bits = made.view(f"u{made.itemsize}").copy()

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from buckets import S3Bucket
+from buckets import AzureBucket, S3Bucket
 
 import ckptstore
+from ckptstore.backends.posix_stream import PosixWriter
+from ckptstore.errors import StorageFullError
 
 Cli = Callable[..., Any]
 
@@ -72,6 +74,8 @@ def test_annotate_adds_metrics(cli: Cli, store_path: Path) -> None:
     assert document["metrics"]["a=b"] == 2
     for wrong in ("bleu", "bleu=high", "=3", "bleu=1 bleu=2"):
         assert cli("annotate", "gpt", *wrong.split(), "-s", store_path).code == 2
+    nothing = cli("annotate", "gpt", "--note", "", "-s", store_path)
+    assert (nothing.code, "--note TEXT" in nothing.err) == (2, True)
 
 
 def test_export_then_import_is_the_same_weights(cli: Cli, store_path: Path, tmp_path: Path) -> None:
@@ -140,9 +144,7 @@ def test_import_prints_the_id_when_quiet(cli: Cli, store_path: Path, tmp_path: P
 
 
 def test_unsafe_storage_is_refused_unless_vouched_for(
-    cli: Cli,
-    careless_bucket: S3Bucket,
-    tmp_path: Path,
+    cli: Cli, careless_bucket: S3Bucket, tmp_path: Path
 ) -> None:
     """S3 that ignores conditions: init names the reason, doctor shows it, writing needs a flag."""
     options = []
@@ -169,6 +171,52 @@ def test_unsafe_storage_is_refused_unless_vouched_for(
     assert listing.code == 0
     for result in (refused, report, made, listing):
         assert secret not in result.out + result.err
+
+
+def test_doctor_remarks_on_a_folder_of_a_group(cli: Cli, tmp_path: Path) -> None:
+    """A folder to which a group may write: what would stop its members, and the command for it."""
+    tmp_path.chmod(0o775)
+    assert "chmod g+s" in cli("doctor", tmp_path, "--size", "0").out
+    (remark,) = cli("doctor", tmp_path, "--size", "0", "--json").document["remarks"]
+    assert "group" in remark
+    tmp_path.chmod(0o755)
+    assert cli("doctor", tmp_path, "--size", "0", "--json").document["remarks"] == []
+
+
+def test_doctor_shows_every_check_without_the_right_to_delete(
+    cli: Cli, azure_bucket: AzureBucket
+) -> None:
+    """The failed check is in the table, and no large object is written that would stay."""
+    line = azure_bucket.limited("rwlc")["connection_string"]
+    arguments = ("doctor", azure_bucket.url, "--option", f"connection_string={line}", "--json")
+    document = cli(*arguments).document
+    assert [check["name"] for check in document["checks"] if not check["passed"]] == ["delete"]
+    assert len(document["checks"]) == 7
+    assert document["speed"] is None
+    assert "the credentials lack the right to delete" in document["advice"]
+    left = azure_bucket.keys()
+    assert f"; {len(left)} test objects stay below probe/" in document["advice"]
+    assert not any(key.endswith(".pack") for key in left)
+
+
+def test_doctor_shows_every_check_on_storage_without_room(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for small objects alone: the table, and why the speed is not known."""
+
+    def full(*_: object, **__: object) -> None:
+        msg = "write probe/x: No space left on device"
+        raise StorageFullError(msg)
+
+    monkeypatch.setattr(PosixWriter, "write", full)
+    done = cli("doctor", tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "list after write  holds" in done.out
+    assert "No space left on device (try --size 1MiB)" in done.out
+    document = cli("doctor", tmp_path, "--json").document
+    assert document["speed"] is None
+    assert "No space left" in document["speed_failure"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_needs_no_store(cli: Cli, tmp_path: Path) -> None:

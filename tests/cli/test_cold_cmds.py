@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from buckets import PREFIX, S3Bucket
+from buckets import PREFIX, AzureBucket, S3Bucket
 from local_servers import SECRET
 
 import ckptstore
@@ -66,6 +66,9 @@ def test_there_and_back(
     """What is archived is refused with the command that thaws it, and loads after that."""
     dry = cli("archive", "gpt@1", "gpt@2", "--class", "GLACIER", "-n", "--json", *store)
     assert set(_classes(s3_bucket).values()) == {"STANDARD"}
+    notes = [cli("archive", "gpt@1", "--class", "GLACIER", "-n", *store, *q) for q in ((), ("-q",))]
+    assert ["note: " in one.err for one in notes] == [True, False]
+    assert not any("note: " in one.out for one in notes)
     done = cli("archive", "gpt@1", "gpt@2", "--class", "GLACIER", "--json", *store)
     assert done.code == dry.code == 0
     assert done.document["moved"] == dry.document["moved"]
@@ -140,3 +143,21 @@ def test_what_is_refused(cli: Cli, store: list[str], store_path: object) -> None
     assert refused.code == 2
     assert "no storage classes" in refused.err
     assert cli("thaw", "gpt@100", "--store", store_path).code == 0
+
+
+def test_thawed_for_good(
+    cli: Cli, azure_bucket: AzureBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Azure no days are named, since there are none, and its own tiers are accepted."""
+    for name, value in azure_bucket.chain().items():
+        monkeypatch.setenv(name, value)
+    at = ("--store", azure_bucket.url)
+    with ckptstore.open(azure_bucket.url, create=True) as store:
+        for step in (1, 2):
+            store.run("gpt").save({"w": bytes([step]) * 100_000}, step=step)
+    assert cli("archive", "gpt@1", "--class", "Archive", *at).code == 0
+    assert cli("thaw", "gpt@1", "--tier", "Bulk", *at).code == 2
+    asked = cli("thaw", "gpt@1", "--tier", "High", *at)
+    assert "readable for good" in asked.out
+    assert "can be loaded" in cli("thaw", "gpt@1", "--wait", *at).out
+    assert set(azure_bucket.tiers().values()) == {"Hot"}

@@ -167,7 +167,11 @@ def test_interrupt_is_one_line(cli: Cli, history: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ls_cmd, "opened", interrupt)
     result = cli("ls", "-s", history)
-    assert (result.code, result.out, result.err) == (130, "", "error: interrupted\n")
+    assert (result.code, result.out, result.err) == (
+        130,
+        "",
+        "error: interrupted\nhint: nothing was changed\n",
+    )
 
 
 def test_verify_names_what_is_damaged(cli: Cli, store_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_rollback_says_what_was_abandoned(cli: Cli, store_path: Path) -> None:
     assert "gpt to gpt@400" in cli("log", "-s", store_path).out
     assert ": went up" in cli("log", "-s", store_path).out
     undo = result.out.split("to undo: ckptstore ")[1].split()
-    document = cli(*undo, "--json", "-s", store_path).document
+    document = cli(*undo, "--json").document
     assert document["step"] == 500
     assert document["returned"] == [document["version"]]
     assert "already" in cli("rollback", "gpt@500", "-s", store_path).out

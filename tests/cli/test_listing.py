@@ -21,7 +21,7 @@ def _versions(path: Path) -> list[ckptstore.Version]:
 
 def test_show_gives_the_receipt_in_units(cli: Cli, history: Path) -> None:
     """Seconds are durations, bytes are sizes, counts are whole numbers."""
-    receipt = cli("show", "gpt@500", "-s", history).out.split("RECEIPT")[1]
+    receipt = cli("show", "gpt@500", "--receipt", "-s", history).out.split("RECEIPT")[1]
     found = dict(line.split(None, 1) for line in receipt.strip().splitlines())
     assert found["tensors_count"] == "4"
     assert found["staging_s"].split()[1] in {"us", "µs", "ms", "s"}
@@ -109,8 +109,8 @@ def test_ls_table_is_not_cut_in_a_pipe(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_show_has_every_section(cli: Cli, history: Path) -> None:
-    """Metrics, tags, lineage, metadata, roles, tensors with ties, and the receipt."""
-    out = cli("show", "gpt@best:val_loss", "-s", history).out
+    """Metrics, tags, lineage, metadata, roles, tensors with ties; the receipt if asked for."""
+    out = cli("show", "gpt@best:val_loss", "--receipt", "-s", history).out
     version = next(v for v in _versions(history) if v.step == 400)
     assert out.startswith("gpt@400\n")
     assert version.id in out
@@ -120,6 +120,8 @@ def test_show_has_every_section(cli: Cli, history: Path) -> None:
     assert "= model.tied" in out
     assert "optimizer" in out
     assert "pack_bytes" in out
+    for text in ("pack_bytes", "RECEIPT", "manifests/"):
+        assert text not in cli("show", "gpt@best:val_loss", "-s", history).out
     assert '"lr": 0.1' in out
     assert "\x1b" not in out
 
@@ -149,7 +151,7 @@ def test_show_document(cli: Cli, history: Path) -> None:
 def test_show_of_a_record_has_all_but_the_tensors(cli: Cli, store_path: Path) -> None:
     """Metadata, metrics, lineage and the receipt are kept, so they are shown; tensors are not."""
     cli("rm", "gpt@400", "--keep", "record", "-s", store_path)
-    shown = cli("show", "gpt@400", "-s", store_path)
+    shown = cli("show", "gpt@400", "--receipt", "-s", store_path)
     assert shown.code == 0
     for text in ("record only", "gpt@300", '"lr": 0.1', "val_loss", "RECEIPT", "pack_bytes"):
         assert text in shown.out
@@ -196,6 +198,19 @@ def test_log_is_the_history_newest_first(cli: Cli, store_path: Path) -> None:
     assert [line.split()[-5] for line in lines if " annotate " in line] == ["annotate"]
 
 
+def test_log_tells_how_a_resume_went(cli: Cli, store_path: Path) -> None:
+    """When something differed: at once, or after how many steps."""
+    for steps, text in (
+        (0, "differs in what was restored: ema"),
+        (1, "differs after 1 step: ema"),
+        (2, "differs after 2 steps: ema"),
+    ):
+        with ckptstore.open(store_path) as store:
+            told = {"verdict": "differs", "steps": steps, "names": ["ema"]}
+            store.annotate("gpt@400", metadata={"resumed": told})
+        assert f"resumed, {text}\n" in cli("log", "-n", 1, "-s", store_path).out
+
+
 def test_log_of_a_run_and_limit(cli: Cli, store_path: Path) -> None:
     """Only commits that touch the run; the limit counts those."""
     cli("annotate", "gpt@400", "bleu=31", "-s", store_path)
@@ -240,7 +255,8 @@ def test_du_adds_up(cli: Cli, history: Path) -> None:
     weight = 300 * 100 * 4
     assert gpt[0]["roles"]["weights"]["new_bytes"] == 2 * weight + 16
     assert gpt[1]["roles"]["weights"]["new_bytes"] == weight  # head is shared, embed changed
-    on_disk = sum(path.stat().st_size for path in history.rglob("*") if path.is_file())
+    files = [path for path in history.rglob("[!.]*") if path.is_file()]  # without the reserve
+    on_disk = sum(path.stat().st_size for path in files)
     assert sum(kind["bytes"] for kind in document["objects"].values()) == on_disk
 
 

@@ -25,7 +25,7 @@ def test_ls_imports_no_heavy_library(history: Path) -> None:
     """Listing a local store loads neither torch nor numpy nor any storage library."""
     code = (
         "import sys; from ckptstore.cli.main import run; code = run(sys.argv[1:]);"
-        "heavy = {'torch', 'numpy', 'fsspec', 's3fs', 'gcsfs', 'botocore', 'safetensors'};"
+        "heavy = {'torch', 'numpy', 'fsspec', 's3fs', 'gcsfs', 'azure', 'botocore', 'safetensors'};"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     for arguments in (["ls"], ["ls", "--json"], ["log"], ["du"], ["tag", "--help"]):
@@ -85,8 +85,7 @@ def test_an_error_that_nobody_reads_is_no_defect(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["ls"], 8), (["ls", "--json"], 8), (["show", "nope", "--json"], 3)],
+    ("arguments", "code"), [(["ls"], 8), (["ls", "--json"], 8), (["show", "nope", "--json"], 3)]
 )
 @pytest.mark.short(sample=1)
 def test_output_to_a_full_disk_is_an_error(history: Path, arguments: list[str], code: int) -> None:
@@ -120,7 +119,7 @@ def test_without_stdout_there_is_nobody_to_read(history: Path) -> None:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> None:
-    """SIGINT while a file is read: exit code 130, one line, no version."""
+    """SIGINT while a file is read: exit code 130, how to go on, no version."""
     pipe = tmp_path / "slow.safetensors"
     os.mkfifo(pipe)  # opening it waits for a writer that never comes
     process = subprocess.Popen(
@@ -137,7 +136,11 @@ def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> 
             out, errors = process.communicate(timeout=300)
         finally:
             process.kill()
-    assert (process.returncode, out, errors) == (130, b"", b"error: interrupted\n")
+    assert (process.returncode, out, errors) == (
+        130,
+        b"",
+        b"error: interrupted\nhint: what was committed stays; the same command again continues\n",
+    )
 
 
 def _waits_on(pid: int, place: bytes) -> bool:
@@ -196,11 +199,7 @@ def _on_terminal(arguments: list[str], changes: dict[str, str]) -> bytes:
     """Run the program on a terminal of its own and return all that it drew."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [*PROGRAM, *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=_environment(**changes),
+        [*PROGRAM, *arguments], stdin=slave, stdout=slave, stderr=slave, env=_environment(**changes)
     )
     os.close(slave)
     drawn = b""

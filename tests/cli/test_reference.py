@@ -13,9 +13,9 @@ from ckptstore.cli.error_text import EXIT_CODES
 from ckptstore.cli.main import COMMANDS, build_app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-_OPTION = r"(?<![\w'\x22-])--?[a-z][a-z0-9-]*"
+_OPTION = r"(?<![\w'\x22-])--?[a-zV][a-z0-9-]*"
 COMMON = {"--store", "-s", "--option", "-o", "--key", "--json", "--quiet", "-q", "--utc"}
-COMMON |= {"--help", "-h"}
+COMMON |= {"--cache", "--help", "-h"}
 SECOND = {f"--{where}{what}" for where in ("to", "from", "heal") for what in ("-option", "-key")}
 """Options of the second store of a command, after the option that names it."""
 
@@ -39,7 +39,7 @@ def _documented(text: str) -> set[str]:
 
 
 _WITHOUT_KEY = frozenset({"doctor"})
-"""Commands that look at a storage, whatever is stored there."""
+"""Commands that look at a storage, whatever is stored there: they have no key and no cache."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -55,7 +55,7 @@ def test_every_option_of_a_command_is_described(name: str) -> None:
     for argument in (p for p in command.params if not any(o.startswith("-") for o in p.opts)):
         assert argument.metavar.strip("[].") in usage
     assert command.help
-    own_place = {"--key"} if name in _WITHOUT_KEY else set()
+    own_place = {"--cache", "--key"} if name in _WITHOUT_KEY else set()
     assert COMMON - {"--utc"} - own_place <= options
 
 
@@ -78,7 +78,7 @@ def test_options_of_a_second_store_go_together() -> None:
         for where in ("to", "from", "heal"):
             assert (f"--{where}-option" in options) is (f"--{where}-key" in options), name
         own = {o for o in options - COMMON if o.endswith(("-option", "-key"))}
-        assert own <= SECOND | {"--new-key"}, name
+        assert own <= SECOND | {"--new-key", "--tls-key"}, name
 
 
 def test_exit_codes_are_described() -> None:

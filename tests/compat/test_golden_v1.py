@@ -135,7 +135,7 @@ def test_the_snapshots_hold_what_the_log_does() -> None:
     """Both catalog snapshots are read, and the newer equals the folded log."""
     with opened() as store:
         backend, catalog = store.repo.backend, store.repo.refresh()
-        newest, older = snapshots.read_newest_first(backend)
+        newest, older = snapshots.read_newest_first(backend, snapshots.listed(backend))
         log = store.repo.log
 
         assert (newest.number, older.number) == (8, 4)
@@ -286,8 +286,7 @@ def test_the_first_version_differs_where_it_did() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ref", "load"),
-    [("raw@0", lambda s: s["bias"]), ("zstd/a@latest", lambda s: s["bias"])],
+    ("ref", "load"), [("raw@0", lambda s: s["bias"]), ("zstd/a@latest", lambda s: s["bias"])]
 )
 def test_other_codecs(ref: str, load: Callable[[Any], torch.Tensor]) -> None:
     """Versions that were saved raw, and with zstd alone."""

@@ -12,11 +12,7 @@ import pytest
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.fsspec_backend import open_fsspec
-from ckptstore.testing.conformance import (
-    ListingConformance,
-    ObjectConformance,
-    ProcessConformance,
-)
+from ckptstore.testing.conformance import ListingConformance, ObjectConformance, ProcessConformance
 
 
 class TestFsspecMemory(ObjectConformance, ListingConformance):
@@ -51,7 +47,7 @@ class TestFsspecMemory(ObjectConformance, ListingConformance):
 
 
 class TestFsspecLocal(ObjectConformance, ListingConformance):
-    """fsspec's own local files, whose ``create`` mode looks first and opens then."""
+    """fsspec's own local files, which serve a single writer."""
 
     backend_name = "fsspec"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from buckets import GcsBucket
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
+from ckptstore.testing.answers import AnswerConformance
 from ckptstore.testing.conformance import BackendConformance
 
 
@@ -36,3 +38,13 @@ class TestGcs(BackendConformance):
     def raw_keys(self) -> set[str]:
         """List by HTTP."""
         return self.bucket.keys()
+
+
+@pytest.mark.short(sample=7)
+class TestGcsAnswers(AnswerConformance):
+    """Answers to gcsfs."""
+
+    def backend_at(self, endpoint: str) -> Backend:
+        """Open a bucket on a server of the suite."""
+        options: dict[str, Any] = {"token": "anon", "endpoint_url": endpoint}
+        return open_backend("gs://bucket/store", retry=False, **options)

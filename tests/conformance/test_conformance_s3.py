@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import urllib3
@@ -11,6 +12,7 @@ from local_servers import SECRET
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
+from ckptstore.testing.answers import AnswerConformance
 from ckptstore.testing.conformance import BackendConformance
 
 
@@ -44,23 +46,6 @@ class TestS3(BackendConformance):
         """List by boto3."""
         return self.bucket.keys()
 
-    def test_bytes_are_received_where_they_are_wanted(
-        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """No library in between takes the body into memory of its own: a later one might."""
-        data = bytes(range(256)) * 40_000
-        backend.put("a", data)
-
-        def copied(*_: object, **__: object) -> None:
-            pytest.fail("urllib3 copied the body")
-
-        for name in ("read", "readinto", "read1", "stream"):
-            monkeypatch.setattr(urllib3.HTTPResponse, name, copied, raising=False)
-        parts = [memoryview(bytearray(size)) for size in (64, 5_000_000, 0, 64, 3_000_000)]
-        for _ in range(3):  # and the connection is good for another request
-            backend.read_into("a", 1000, parts)
-            assert b"".join(parts) == data[1000:8_001_128]
-
 
 @pytest.mark.short(sample=1)
 class TestS3ByS3fs(TestS3):
@@ -68,7 +53,47 @@ class TestS3ByS3fs(TestS3):
 
     client = "s3fs"
 
-    def test_bytes_are_received_where_they_are_wanted(
-        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Not here: aiohttp has buffers of its own."""
+
+@pytest.mark.short(sample=7)
+class TestS3Answers(AnswerConformance):
+    """Answers to botocore alone."""
+
+    client = "direct"
+
+    def backend_at(self, endpoint: str) -> Backend:
+        """Open a bucket on a server of the suite."""
+        options: dict[str, Any] = {"key": "labaccess", "secret": SECRET, "endpoint_url": endpoint}
+        return open_backend(
+            "s3://bucket/store",
+            retry=False,
+            client=self.client,
+            client_kwargs={"region_name": "us-east-1"},
+            **options,
+        )
+
+
+@pytest.mark.short(sample=3)
+class TestS3fsAnswers(TestS3Answers):
+    """Answers to s3fs."""
+
+    client = "s3fs"
+
+
+def test_bytes_are_received_where_they_are_wanted(
+    s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No library in between takes the body into memory of its own: a later one might."""
+    backend = open_backend(s3_bucket.url, retry=False, client="direct", **s3_bucket.options())
+    data = bytes(range(256)) * 40_000
+    backend.put("a", data)
+
+    def copied(*_: object, **__: object) -> None:
+        pytest.fail("urllib3 copied the body")
+
+    for name in ("read", "readinto", "read1", "stream"):
+        monkeypatch.setattr(urllib3.HTTPResponse, name, copied, raising=False)
+    parts = [memoryview(bytearray(size)) for size in (64, 5_000_000, 0, 64, 3_000_000)]
+    for _ in range(3):  # and the connection is good for another request
+        backend.read_into("a", 1000, parts)
+        assert b"".join(parts) == data[1000:8_001_128]
+    backend.close()

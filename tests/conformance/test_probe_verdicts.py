@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import fsspec
 import pytest
-from buckets import GcsBucket, S3Bucket
+from buckets import AzureBucket, GcsBucket, S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ckptstore
+from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer, PutIfAbsent
 from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.memory import MemoryBackend
@@ -25,6 +30,7 @@ from ckptstore.errors import (
     FormatError,
     StorageError,
     StoragePermissionError,
+    TransientStorageError,
 )
 from ckptstore.events import Progress
 from ckptstore.repo import create_on
@@ -71,6 +77,13 @@ def test_gcs_is_atomic(gcs_bucket: GcsBucket) -> None:
     assert gcs_bucket.keys() == set()
 
 
+def test_azure_is_atomic(azure_bucket: AzureBucket) -> None:
+    """So does Microsoft's emulator, with ``If-None-Match`` on Put Blob."""
+    report = probe(open_backend(azure_bucket.url, **azure_bucket.options()))
+    assert report.put_if_absent is PutIfAbsent.ATOMIC
+    assert azure_bucket.keys() == set()
+
+
 def test_careless_server_is_found_out(careless_bucket: S3Bucket) -> None:
     """A server that silently ignores the condition is found out, and nothing is left behind."""
     report = probe(open_backend(careless_bucket.url, **careless_bucket.options()))
@@ -82,7 +95,10 @@ def test_careless_server_is_found_out(careless_bucket: S3Bucket) -> None:
 
 def test_refusing_server_is_found_out(s3_bucket: S3Bucket, s3_proxy: FaultProxy) -> None:
     """A server that answers 501 to conditions is told from one that ignores them."""
-    s3_proxy.set(Fault(kind=Kind.STATUS, method="PUT", path="twice", status=501, code="", times=0))
+    refused = Fault(
+        kind=Kind.STATUS, method="PUT", header="if-none-match", status=501, code="", times=0
+    )
+    s3_proxy.set(refused)
     url = f"http://127.0.0.1:{s3_proxy.port}"
     report = probe(open_backend(s3_bucket.url, **s3_bucket.options(url)))
     assert report.put_if_absent is PutIfAbsent.REFUSED
@@ -141,15 +157,69 @@ def test_every_check_runs_whatever_failed_before() -> None:
         create_on(Broken(memory), options=Options(single_writer=True))
 
 
+class Hasty(LocalFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Looks first and writes then, and claims to create."""
+
+    protocol = "hasty"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        """Write as fsspec's base class does."""
+        super().pipe_file(path, value, mode=mode)
+
+
 def test_look_then_write_is_found_out(tmp_path: Path) -> None:
-    """Fsspec's local files, which look first and write then, are caught by the race."""
+    """A file system that looks first and writes then is caught by the race."""
+    fsspec.register_implementation("hasty", Hasty, clobber=True)
     for _ in range(10):  # a machine with one slow processor may run a whole race in turns
-        report = probe(open_fsspec(f"local://{tmp_path}"))
+        report = probe(open_fsspec(f"hasty://{tmp_path}"))
         assert names(report)["create twice"] is True
         if report.put_if_absent is PutIfAbsent.IGNORED:
             break
     assert report.put_if_absent is PutIfAbsent.IGNORED
     assert names(report)["race"] is False
+
+
+class Swallowing(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Takes any option of a write, and does nothing with it."""
+
+    protocol = "swallowing"
+
+    def pipe_file(self, path: str, value: bytes, **options: object) -> None:
+        """Write."""
+        super().pipe_file(path, value)
+
+
+@pytest.mark.parametrize("url", ["local://{}", "swallowing://{}"])
+def test_no_condition_is_sent_in_vain(tmp_path: Path, url: str) -> None:
+    """Where fsspec's own code looks first, or swallows the mode, no race is needed to know it."""
+    fsspec.register_implementation("swallowing", Swallowing, clobber=True)
+    report = probe(open_fsspec(url.format(tmp_path)))
+    assert report.put_if_absent is PutIfAbsent.REFUSED
+    assert [name for name, passed in names(report).items() if not passed] == ["create twice"]
+
+
+class Hanging(WrapperBackend):
+    """Never comes back from a listing."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.let_go = threading.Event()
+
+    def list(self, prefix: str, *, after: str = "") -> object:  # type: ignore[override]
+        """Wait."""
+        self.let_go.wait()
+        return self.inner.list(prefix, after=after)
+
+
+def test_a_probe_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that hangs is told from a slow storage, with the last check that ended."""
+    monkeypatch.setattr(limits, "PROBE_SILENCE_S", 0.5)
+    backend = Hanging(MemoryBackend("probe-hanging"))
+    try:
+        with pytest.raises(TransientStorageError, match=r"no answer .* 'ranged read'"):
+            probe(backend)
+    finally:
+        backend.let_go.set()
 
 
 class Overwriting(WrapperBackend):

@@ -1,7 +1,23 @@
 """What PyTorch's own tests ask of a storage of torch.distributed.checkpoint, asked of this one.
 
-The table in docs/howto/torch-distributed.md says which of its tests each case stands for. Cases of
-several ranks are in ``rankkit.expectations``; those of one rank are here.
+Cases of several ranks are in ``rankkit.expectations``; those of one rank are here. PyTorch's tests,
+and the property that stands for them (in another file where one is named):
+
+- test_file_system_checkpoint_cpu: tensors only, blobs, ``Stateful``: a module's state comes back,
+  and bytes, values and objects with ``state_dict``; dtype mismatch: a version is read into tensors
+  of other dtypes, cast; ``ShardedTensor``, chunked and enumerated plans: any plan reads any other
+- test_checkpoint: every rank raises, with the failing rank named (test_many_ranks)
+- test_dtensor_checkpoint, test_dtensor_resharding, test_hsdp_checkpoint, test_tp_checkpoint,
+  test_fsdp_model_state, test_fsdp_optim_state, test_2d_*, test_fsdp_tp_checkpoint_conversion:
+  bit-identical at 1, 2, 3 and 8 ranks, from each layout to each (test_resharding)
+- test_state_dict: options of ``get_state_dict`` and planners pass through
+- test_save_load_api, test_planner: errors are the planner's; ``allow_partial_load`` (test_planners)
+- test_e2e_save_and_load: a state comes back as it was at the save (streams: test_kinds); the same
+  step saved again is a further version, instead of ``overwrite=False``
+- test_nested_dict, test_traverse: the nested state comes back
+- test_dcp_to_torch_save, test_list_stored_state_dict: whole states without a template, single keys
+- test_pg_aware_planner, test_async_executor: a subgroup saves and loads
+- test_restricted_metadata_unpickler: hostile metadata is refused (test_import_directory)
 """
 
 from __future__ import annotations

@@ -365,11 +365,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], type[CkptStoreError], str]] = {
         CkptStoreError,
         "model.w",
     ),
-    "no place": (
-        lambda m: m.storage_data.pop(MetadataIndex("step")),
-        CorruptObjectError,
-        "step",
-    ),
+    "no place": (lambda m: m.storage_data.pop(MetadataIndex("step")), CorruptObjectError, "step"),
     "no storage": (lambda m: setattr(m, "storage_data", None), FormatError, "where the data"),
     "negative": (
         lambda m: setattr(_place("model.w")(m), "offset", -5),

@@ -19,11 +19,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "torch-distributed.md"
 
 @pytest.mark.slow
 def test_the_page_s_program_with_four_ranks(tmp_path: Path) -> None:
-    """What the page saves and loads with one rank, torchrun does with four: three versions."""
+    """What the page saves and loads with one rank, torchrun does with four: four versions."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     ends = "\nassert dist.get_world_size() == 4\nstore.close()\ndist.destroy_process_group()\n"
     program = tmp_path / "train.py"
-    program.write_text("\n".join(blocks[:3]) + ends)
+    program.write_text("\n".join(blocks[:4]) + ends)
     # A file for what each rank prints: in one pipe their words may mix.
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
     options += ["--log-dir", str(tmp_path / "printed"), "--redirects", "1"]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 from deltakit import deltas_of, manifest_of, open_store, same, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortening import examples, places
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import CkptStoreError, StorageError
+from ckptstore.errors import CkptStoreError, StorageError, StorageFullError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
+from ckptstore.maintenance.collect import gc, inline_deltas
 from ckptstore.maintenance.collect.gc import GcReport
+from ckptstore.maintenance.collect.inline_deltas import Rebased
 from ckptstore.maintenance.core.live_set import live_versions
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
@@ -118,6 +121,56 @@ def test_deltas_that_forks_share_are_merged_for_all(store: Store, backend: Memor
     assert report.rebased.versions_count == 3
     assert all(deltas_of(store, version) == 0 for version in store.versions())
     check(store, backend)
+
+
+def test_deltas_are_merged_after_a_collection_that_stopped(
+    store: Store, backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room for the rewriting, or killed before it: the old record does not count."""
+    store.run("other").save(state_of(9), step=9)
+    collect(store, 0.01)  # no pack is sparse
+    fill(store, 2)
+    store.remove(["gpt@0"])
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise StorageFullError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "rebase", full)
+        with pytest.raises(StorageFullError):
+            collect(store, 0.01)
+
+    assert collect(store, 0.01).rebased.versions_count == 1
+    check(store, backend)
+
+
+@pytest.mark.parametrize("change", ["a base goes", "a delta comes"])
+def test_deltas_are_merged_that_changed_beside_a_rewriting(
+    change: str, store: Store, backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came or went after a collection looked at deltas is left to the next one."""
+    whole = {**state_of(9), "other": torch.arange(50_000.0)}
+    store.run("whole").save(whole, step=9)
+    store.fork("whole@9", "part", include=["other"])
+    store.remove(["whole@9"])
+    store.run("gpt").save(state_of(0), step=0)
+    if change == "a base goes":
+        store.run("gpt").save(state_of(1), step=1)
+    real = inline_deltas.rebase
+
+    def meanwhile(*args: Any, **options: Any) -> Rebased:  # noqa: ANN401 - passed on
+        done = real(*args, **options)
+        with open_store(backend) as other:
+            if change == "a delta comes":
+                other.run("gpt").save(state_of(1), step=1)
+            other.remove(["gpt@0"])
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "rebase", meanwhile)
+        assert collect(store).repacked.versions_count == 1
+
+    assert collect(store, 0.01).rebased.versions_count == 1
 
 
 def test_a_dead_delta_frees_its_base(store: Store, backend: MemoryBackend) -> None:

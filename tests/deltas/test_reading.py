@@ -356,11 +356,7 @@ def test_a_manifest_with_two_lengths_of_one_delta_gives_an_error(store: Store) -
     ]
     with pytest.raises(CorruptTensorError, match=r"model\.weight: content does not match"):
         read_pieces(
-            lying,
-            items,
-            backend=store.repo.backend,
-            options=store.repo.options,
-            progress=silent,
+            lying, items, backend=store.repo.backend, options=store.repo.options, progress=silent
         )
 
 

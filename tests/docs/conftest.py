@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fsspec
 import pytest
 from docpages import ROOT, pages, read_page
+
+# As the entry point of the package does, also where it was installed before it had one.
+fsspec.register_implementation("ckpt", "ckptstore.serving.filesystem.CkptFileSystem", clobber=True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,6 +18,7 @@ import torch
 from buckets import S3Bucket
 
 import ckptstore
+from ckptstore.backends import posix_reserve
 from ckptstore.backends.encrypted import EncryptedBackend, EncryptedWriter
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import open_posix
@@ -83,13 +84,14 @@ def test_nothing_but_two_kinds_of_objects_is_legible(store: Store, tmp_path: Pat
         store.run("secret-run").save({"x": torch.zeros(1)}, step=step)
     files = [path for path in (tmp_path / "s").rglob("*") if path.is_file()]
     kinds = {path.relative_to(tmp_path / "s").parts[0] for path in files}
-    assert kinds == {"store.json", "keys", "commits", "snapshots", "manifests", "packs"}
+    objects = {"store.json", "keys", "commits", "snapshots", "manifests", "packs"}
+    assert kinds == {*objects, posix_reserve.NAME}  # which holds random bytes
     sample = values.numpy().tobytes()[:64]
     for path in files:
         data = path.read_bytes()
         assert b"secret" not in data
         assert sample not in data
-        if path.relative_to(tmp_path / "s").parts[0] not in {"store.json", "keys"}:
+        if path.relative_to(tmp_path / "s").parts[0] in objects - {"store.json", "keys"}:
             assert data.startswith(MAGIC)
 
 
@@ -238,17 +240,20 @@ def test_savers_that_are_killed(store: Store, tmp_path: Path) -> None:
     assert float(store.load(f"r@{step}")["x"][7]) == step
 
 
-@pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.parametrize("kind", [ThreadPoolExecutor, ProcessPoolExecutor])
 @pytest.mark.slow
 def test_workers_of_other_processes(
-    store: Store, tmp_path: Path, engine: str, other: bytes
+    store: Store, tmp_path: Path, kind: type[ThreadPoolExecutor | ProcessPoolExecutor], other: bytes
 ) -> None:
     """A check and a copy by processes: each gets the key with its task's backend."""
     for step in (1, 2, 3):
         store.run("r").save(state(step), step=step)
-    with ckptstore.open(tmp_path / "t", create=True, encryption_key=other) as target:
-        assert len(store.replicate(target, executor=engine, workers=2).copied) == 3
-        assert target.verify(executor=engine, workers=2).ok
+    with (
+        ckptstore.open(tmp_path / "t", create=True, encryption_key=other) as target,
+        kind(2) as pool,
+    ):
+        assert len(store.replicate(target, executor=pool).copied) == 3
+        assert target.verify(executor=pool).ok
         assert same(target.load("r@2"), state(2))
 
 
@@ -335,9 +340,7 @@ def test_what_could_not_be_written_is_not_committed_without_it(
     """An object never appears without its end, even if who lost a write tries the commit again."""
     for call in range(1, 4):
         fault = Fault(
-            calls=frozenset({"writer.write"}),
-            at=call,
-            error=lambda: TransientStorageError("busy"),
+            calls=frozenset({"writer.write"}), at=call, error=lambda: TransientStorageError("busy")
         )
         writer = wrapped(FaultyBackend(memory, fault)).open_writer("packs/a")
         failed = 0

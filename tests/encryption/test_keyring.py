@@ -160,10 +160,7 @@ def test_a_plain_creator_between_the_two_objects(memory: MemoryBackend) -> None:
             memory.put(key_record_key(1), record.data)
 
     race = Fault(
-        calls=frozenset({"put_if_absent"}),
-        at=2,
-        when=When.CALLBACK,
-        callback=create_plain,
+        calls=frozenset({"put_if_absent"}), at=2, when=When.CALLBACK, callback=create_plain
     )
     with pytest.raises(EncryptionKeyError, match="is not encrypted"):
         create(FaultyBackend(memory, race), exist_ok=True)

@@ -14,12 +14,7 @@ from simulated_environment import SimulatedEnvironment
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
-from ckptstore.format.encryption import (
-    Encryption,
-    KeyRecord,
-    decode_key_record,
-    encode_key_record,
-)
+from ckptstore.format.encryption import Encryption, KeyRecord, decode_key_record, encode_key_record
 
 STORE_ID = "0123456789abcdef0123456789abcdef"
 

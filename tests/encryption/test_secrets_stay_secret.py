@@ -121,7 +121,8 @@ def test_keys_show_nowhere_in_a_run(program: Program, tmp_path: Path) -> None:
     )
     program.run("archive", "--job", "job.toml", "--report", "report.json", "--metrics", "m.prom")
     (pack, *_) = sorted((work / "s").glob("packs/*/*.pack"))
-    pack.write_bytes(pack.read_bytes()[:-1] + b"!")
+    data = pack.read_bytes()
+    pack.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     program.run("verify", *at, "--json", code=5)
     rotated = ("-s", "s", "--key", "env:KEY_OF_TEST", "--new-key", "file:../two.key")
     program.run("key", "rotate", *rotated, "--json")
@@ -143,7 +144,8 @@ def test_keys_show_in_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixt
         texts = [repr(store), repr(store.repo.backend), repr(store.info), str(store.info)]
     secret = data_key(tmp_path / "s", KEY)
     (pack,) = tmp_path.glob("s/packs/*/*.pack")
-    pack.write_bytes(pack.read_bytes()[:-1] + b"!")
+    data = pack.read_bytes()
+    pack.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     def attempts(store: Store) -> Iterator[object]:
         yield lambda: store.load("r@1")
@@ -209,7 +211,8 @@ def test_keys_show_in_no_local_variable(tmp_path: Path, given: str) -> None:
         store.run("r").save({"x": b"y" * 300_000}, step=1)
     secret = data_key(place, KEY)
     (pack,) = place.glob("packs/*/*.pack")
-    pack.write_bytes(pack.read_bytes()[:-1] + b"!")
+    data = pack.read_bytes()
+    pack.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     seen = Locals()
     with ckptstore.open(place, encryption_key=one) as store:
         seen.of(lambda: store.load("r@1"))

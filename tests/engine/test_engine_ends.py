@@ -1,31 +1,34 @@
-"""How engines end: Ctrl-C and death of the coordinator leave no worker processes behind."""
+"""How engines end: Ctrl-C and death of the coordinator leave no process and no task behind."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from enginetasks import hang
+from daskcluster import Cluster
+from enginetasks import square
 
-from ckptstore import limits
 from ckptstore.engine.engine import open_engine
-from ckptstore.errors import LimitError
 
 CODE = """
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from enginetasks import hold
 from ckptstore.engine.engine import open_engine
 
 if __name__ == "__main__":
     spec, folder = sys.argv[1:]
-    with open_engine(spec, workers=2) as engine:
-        list(engine.map(hold, [folder] * 8))
+    with ProcessPoolExecutor(2) as pool:
+        with open_engine(pool if spec == "own processes" else spec, workers=2) as engine:
+            list(engine.map(hold, [folder] * 8))
 """
 
 
@@ -71,54 +74,47 @@ def group(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.short("True-processes")
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("spec", ["processes", "dask:local"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_who_ends_leaves_a_scheduler_as_it_was(
+    tmp_path: Path, cluster: Cluster, number: signal.Signals
+) -> None:
+    """At once, though tasks are under way: no process is left, and waiting tasks are dropped.
+
+    The workers are the scheduler's: they stay, and take the next tasks.
+    """
+    program, pids = start(tmp_path, cluster.address)
+    program.send_signal(number)
+    _, said = program.communicate()
+    assert program.returncode == -number
+    assert ("KeyboardInterrupt" in said) is (number == signal.SIGINT)
+    assert group(program.pid) == []
+    assert all(map(lives, pids))
+    for file in tmp_path.glob("*.pid"):
+        file.unlink()
+    distributed: Any = importlib.import_module("distributed")  # an extra; it has no types
+    with distributed.Client(cluster.address.replace("dask", "tcp", 1)) as client:
+        until(lambda: not any(client.processing().values()))
+    (tmp_path / "go").touch()
+    with open_engine(cluster.address) as engine:
+        assert list(engine.map(square, range(4))) == [0, 1, 4, 9]
+    assert list(tmp_path.glob("*.pid")) == []  # of the other six tasks none has begun
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("whole_group", [False, True])
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, spec: str, whole_group: bool) -> None:
-    """At once, though tasks are under way; a terminal sends it to the workers too."""
-    program, pids = start(tmp_path, spec)
+def test_ctrl_c_drops_the_tasks_of_an_executor(tmp_path: Path, whole_group: bool) -> None:
+    """What runs in a pool ends as its owner says, what waits is dropped; no process is left."""
+    program, pids = start(tmp_path, "own processes")
     if whole_group:
         os.killpg(program.pid, signal.SIGINT)
     else:
         program.send_signal(signal.SIGINT)
+    (tmp_path / "go").touch()  # the pool waits for what runs
     _, said = program.communicate()
     assert program.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in said
     until(lambda: not any(map(lives, pids)))
-    until(lambda: not group(program.pid))
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_who_they_work_for(tmp_path: Path, number: signal.Signals) -> None:
-    """The coordinator is killed: its workers stop what they do, and are gone."""
-    program, pids = start(tmp_path, "processes")
-    program.send_signal(number)
-    program.communicate()
-    until(lambda: not any(map(lives, pids)))
     assert group(program.pid) == []
-
-
-def plan(folder: Path) -> Iterator[str]:
-    """Yield a task that hangs, and fail once it does."""
-    yield str(folder)
-    until(lambda: any(folder.glob("*.pid")))
-    raise LimitError("enough")
-
-
-@pytest.mark.timeout(180)
-def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that does not let itself be stopped is not waited for."""
-    monkeypatch.setattr(limits, "CHILD_EXIT_S", 0.5)
-
-    def run() -> None:
-        with open_engine("processes", workers=1) as engine:
-            list(engine.map(hang, plan(tmp_path)))
-
-    with pytest.raises(LimitError, match="enough"):
-        run()
-    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
-    assert len(pids) == 1
-    assert not any(map(lives, pids))

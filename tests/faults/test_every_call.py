@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 from faultkit.states import differences, state_of
-from faultkit.stores import (
-    contents,
-    create,
-    load_id,
-    memory_with,
-    reopen,
-    version_ids,
-)
+from faultkit.stores import contents, create, load_id, memory_with, reopen, version_ids
 from shortening import is_short, places
 from simulated_environment import SimulatedEnvironment
 from threadwatch import threads_left
@@ -71,12 +64,7 @@ WAYS = [
     Way(name="lost-reply", when=When.AFTER, error=TransientStorageError),
     Way(name="lost-reply-permanent", when=When.AFTER, error=StorageError),
     Way(name="lost-replies", when=When.AFTER, error=TransientStorageError, times=0),
-    Way(
-        name="torn",
-        when=When.TRUNCATED,
-        error=StorageError,
-        calls=CALLS - {"put_if_absent"},
-    ),
+    Way(name="torn", when=When.TRUNCATED, error=StorageError, calls=CALLS - {"put_if_absent"}),
 ]
 
 

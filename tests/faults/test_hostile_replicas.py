@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_a_log_sends_options_nowhere(tmp_path: Path, asked: _Asked) -> None:
 
 @pytest.mark.parametrize("options", [{"password": "x"}, {"key": "x", "secret": "y"}], ids=str)
 def test_options_without_a_place_are_refused(
-    tmp_path: Path, asked: _Asked, options: dict[str, str]
+    tmp_path: Path, asked: _Asked, options: dict[str, Any]
 ) -> None:
     """At once, wherever they are given; the values are not shown."""
     _redirected(tmp_path, asked)

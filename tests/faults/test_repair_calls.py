@@ -79,10 +79,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.short(sample=1)
 def test_a_repair_that_fails_at_any_call_is_finished_by_the_next(
-    way: str,
-    torn: dict[str, bytes],
-    whole: dict[str, bytes],
-    caplog: pytest.LogCaptureFixture,
+    way: str, torn: dict[str, bytes], whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever call fails or is the last: nothing that loaded before is lost, and the next mends.
 
@@ -150,7 +147,7 @@ def at_call(
 
 def packs_of(store: Store, version: Version) -> tuple[str, ...]:
     """Return the packs that a version's manifest names."""
-    return store.repo.manifests.load(version).pieces.packs
+    return tuple(store.repo.manifests.load(version).pieces.packs)
 
 
 def test_two_repairs_at_once_are_harmless(torn: dict[str, bytes], whole: dict[str, bytes]) -> None:
@@ -198,9 +195,7 @@ def test_a_collector_that_condemns_new_packs_makes_the_repair_write_them_again(
     assert condemned
 
 
-def test_verifications_of_several_threads_record_each_version_once(
-    whole: dict[str, bytes],
-) -> None:
+def test_verifications_of_several_threads_record_each_version_once(whole: dict[str, bytes]) -> None:
     """Whoever records, every version is recorded, and no commit says it twice."""
     storage = memory_with(whole)
     stores: list[Store] = [reopen(storage) for _ in range(4)]

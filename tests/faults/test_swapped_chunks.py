@@ -88,10 +88,7 @@ def test_verify_names_exactly_what_is_hit(made: Scene, disguised: bool) -> None:
 def test_replication_and_forks_leave_it_where_it_is(made: Scene, disguised: bool) -> None:
     """Versions that are hit do not arrive, the others do; the report names tensor and version."""
     target = memory_with({})
-    with (
-        reopen(memory_with(made.swapped(disguised=disguised))) as store,
-        create(target) as other,
-    ):
+    with reopen(memory_with(made.swapped(disguised=disguised))) as store, create(target) as other:
         report = store.replicate(other)
         assert {failure.step for failure in report.failures} == made.kind.hits.keys()
         for failure in report.failures:

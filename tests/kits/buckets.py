@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any, Self
 from urllib.parse import quote
+from xml.etree import ElementTree as ET
 
 import boto3
 import botocore.session
 import requests
+from azure.storage.blob import ResourceTypes, generate_account_sas
 from botocore.client import Config
 from botocore.exceptions import ClientError
-from local_servers import SECRET
+from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
 
-__all__ = ["PREFIX", "GcsBucket", "S3Bucket"]
+__all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket"]
 
 PREFIX = "some/Place/"
 """Prefix of the tested store in a bucket; upper case, which keys may not have."""
@@ -134,6 +137,89 @@ class GcsBucket:
 
     def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
         answer = self._session.request(method, self.endpoint_url + path, timeout=30, **request)
+        answer.raise_for_status()
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+
+class AzureBucket:
+    """A container through plain HTTP, by a SAS token."""
+
+    def __init__(self, endpoint_url: str) -> None:
+        self.endpoint_url = endpoint_url
+        self.name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.url = f"az://{self.name}/{PREFIX.rstrip('/')}"
+        self._token = self.token("rwdlc")
+        self._session = requests.Session()
+        self._call("PUT", "?restype=container")
+
+    def options(self, endpoint_url: str = "") -> dict[str, Any]:
+        """Return storage options for the backend under test, perhaps through a proxy."""
+        return {"connection_string": self._line(endpoint_url, f"AccountKey={AZURE_KEY}")}
+
+    def limited(self, rights: str) -> dict[str, Any]:
+        """Return storage options with only some rights: r(ead), w(rite), d(elete), l(ist) ..."""
+        return {"connection_string": self._line("", f"SharedAccessSignature={self.token(rights)}")}
+
+    def chain(self) -> dict[str, str]:
+        """Return the credentials as variables of the environment, as a user would set them."""
+        return {"AZURE_STORAGE_CONNECTION_STRING": self.options()["connection_string"]}
+
+    def token(self, rights: str) -> str:
+        """Return a SAS token of the account with some rights."""
+        return generate_account_sas(
+            account_name=AZURE_ACCOUNT,
+            account_key=AZURE_KEY,
+            resource_types=ResourceTypes(container=True, object=True),
+            permission=rights,
+            expiry=datetime.now(UTC) + timedelta(hours=6),
+        )
+
+    def read(self, key: str) -> bytes | None:
+        """Return the stored bytes, or None if there is no object."""
+        answer = self._session.get(self._url(f"/{quote(PREFIX + key)}?"), timeout=30)
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        return answer.content
+
+    def write(self, key: str, data: bytes, **headers: str) -> None:
+        """Store an object."""
+        headers = {"x-ms-blob-type": "BlockBlob", **headers}
+        self._call("PUT", f"/{quote(PREFIX + key)}?", data=data, headers=headers)
+
+    def tiers(self) -> dict[str, str]:
+        """Return the access tier of every object; none may lie outside the prefix."""
+        found: dict[str, str] = {}
+        marker = ""
+        while True:
+            answer = self._call("GET", f"?restype=container&comp=list&marker={quote(marker)}")
+            page = ET.fromstring(answer.content)  # noqa: S314 - of our own server
+            for blob in page.iter("Blob"):
+                name = blob.findtext("Name", "")
+                assert name.startswith(PREFIX)
+                found[name.removeprefix(PREFIX)] = blob.findtext("Properties/AccessTier", "")
+            if not (marker := page.findtext("NextMarker", "")):
+                return found
+
+    def keys(self) -> set[str]:
+        """Return the keys of all objects; none may lie outside the prefix."""
+        return set(self.tiers())
+
+    def _line(self, endpoint_url: str, credential: str) -> str:
+        endpoint = f"{endpoint_url or self.endpoint_url}/{AZURE_ACCOUNT}"
+        return f"AccountName={AZURE_ACCOUNT};{credential};BlobEndpoint={endpoint}"
+
+    def _url(self, path: str) -> str:
+        return f"{self.endpoint_url}/{AZURE_ACCOUNT}/{self.name}{path}&{self._token}"
+
+    def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
+        answer = self._session.request(method, self._url(path), timeout=30, **request)
         answer.raise_for_status()
         return answer
 

@@ -26,6 +26,7 @@ class Row:
     step: int
     parent: str
     manifest: str
+    commit: int
     origin: str = ""
     """The version that it was forked from."""
     level: str = "full"
@@ -58,6 +59,8 @@ class CatalogModel:
     """Of each run, where the commits say it: not after the head was deleted."""
     tags: dict[tuple[str, str], str] = field(default_factory=dict)
     """Run and tag to the version."""
+    young_s: float = 0.0
+    """All retention keeps versions within this time."""
     effects: dict[int, dict[str, str]] = field(default_factory=dict)
     """Per commit: versions to the level that it left them, or ``gone``."""
 
@@ -111,7 +114,8 @@ class CatalogModel:
 
     def _save(self, op: dict[str, Any], ops: list[dict[str, Any]]) -> Row:
         fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
-        row = Row(op["version"], op["run"], op["step"], op["parent"], op["manifest"]["key"])
+        key = op["manifest"]["key"]
+        row = Row(op["version"], op["run"], op["step"], op["parent"], key, self.number)
         if fork:
             assert op["parent"] == fork[0]["source"]
             source = self.rows[fork[0]["source"]]
@@ -148,6 +152,8 @@ class CatalogModel:
             assert not row.deleted
             assert not row.pinned, f"{row.id} is pinned, and was deleted"
             if by_policy:
+                age_s = self._stored_s(self.number) - self._stored_s(row.commit)
+                assert age_s >= self.young_s, f"{row.id} was deleted {age_s} s after it came"
                 assert self.heads.get(row.run) != row.id, f"{row.id} is a head"
                 assert row.id not in named, f"{row.id} is tagged"
             row.deleted = True
@@ -156,6 +162,10 @@ class CatalogModel:
             run = self.rows[version].run
             if self.heads.get(run) == version:
                 del self.heads[run]
+
+    def _stored_s(self, number: int) -> float:
+        """Return when a commit was stored, by the storage's clock."""
+        return self.backend.objects[commit_key(number)].modified_at
 
     def _note(self, row: Row, fate: str) -> None:
         self.effects.setdefault(self.number, {})[row.id] = fate

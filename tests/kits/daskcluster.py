@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +32,7 @@ class Cluster:
     def __init__(self, *, workers: int) -> None:
         self._count = workers
         self._programs: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         """Start the programs; a scheduler prints its address when it is ready."""
@@ -41,6 +44,10 @@ class Cluster:
                 break
         else:
             raise AssertionError(scheduler.wait())
+        # What it logs from here on is read too: a full pipe would stop the scheduler.
+        rest = threading.Thread(target=deque(maxlen=0).extend, args=[scheduler.stderr], daemon=True)
+        rest.start()
+        self._readers.append(rest)
         for _ in range(self._count):
             self._start(
                 "worker",
@@ -51,10 +58,11 @@ class Cluster:
                 quiet=True,
             )
         if self._count:
-            self._await_workers()
+            self.await_workers()
         return self
 
-    def _await_workers(self) -> None:
+    def await_workers(self) -> None:
+        """Return when the scheduler knows all workers; those that were killed come back."""
         distributed: Any = importlib.import_module("distributed")  # an extra; it has no types
         try:
             with distributed.Client(self.address.replace("dask", "tcp", 1)) as client:
@@ -90,5 +98,8 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)
             program.wait()
+        for reader in self._readers:
+            reader.join()
+        for program in self._programs:
             if program.stderr is not None:
                 program.stderr.close()

@@ -37,7 +37,8 @@ class Page:
 
 def pages() -> list[Path]:
     """Return every Markdown file that users or contributors read, by name."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    results = ROOT / "benchmarks" / "RESULTS.md"
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), results])
 
 
 def read_page(path: Path) -> Page:

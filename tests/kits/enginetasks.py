@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptstore import errors
 
-__all__ = ["Strange", "die", "die_once", "fail", "hang", "hold", "number_of", "square", "strange"]
+__all__ = ["Strange", "die", "die_once", "fail", "hold", "number_of", "square", "strange"]
 
 
 class Strange(Exception):
@@ -58,17 +58,6 @@ def hold(folder: str) -> int:
     while not (path / "go").exists():
         time.sleep(0.01)
     return os.getpid()
-
-
-def hang(folder: str) -> None:
-    """Write the process id of the worker, then ignore every signal that can be ignored."""
-    path = Path(folder)
-    (path / f"{os.getpid()}.pid").touch()
-    while True:
-        try:
-            time.sleep(60)
-        except BaseException:  # noqa: BLE001, S112 - that is what it is for
-            continue
 
 
 def number_of(_: object) -> int:

@@ -33,6 +33,8 @@ class Kind(StrEnum):
     """Half of the answer's body is passed on, then the connection is closed."""
     DELAY = "delay"
     """The request is passed on ``Fault.seconds`` late."""
+    HELD = "held"
+    """The server carries it out; its answer is passed on ``Fault.seconds`` late."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class Fault:
     seconds: float = 0.0
     seen: int = 0
     hits: int = 0
+    reached: threading.Event = field(default_factory=threading.Event)
+    """Set when a request waits for ``seconds``."""
 
 
 @dataclass(slots=True)
@@ -163,6 +167,7 @@ def _before(fault: Fault, client: socket.socket) -> bool:
         client.sendall(_answer(fault))
         return False
     if fault.kind is Kind.DELAY:
+        fault.reached.set()
         time.sleep(fault.seconds)
     return True
 
@@ -175,6 +180,9 @@ def _after(fault: Fault, client: socket.socket, answer: _Message) -> bool:
     if fault.kind is Kind.STATUS_AFTER:
         client.sendall(_answer(fault))
         return False
+    if fault.kind is Kind.HELD:
+        fault.reached.set()
+        time.sleep(fault.seconds)
     if fault.kind is Kind.CUT:
         client.sendall(answer.head + answer.body[: len(answer.body) // 2])
         return False

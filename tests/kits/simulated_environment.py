@@ -52,3 +52,27 @@ class SimulatedEnvironment:
         with self._lock:
             self._drawn += 1
             return blake3_digest(f"{self._seed} {self._drawn}".encode())
+
+
+class Skewed(SimulatedEnvironment):
+    """Another machine in the time of an environment, whose wall clock is ahead by a fixed time."""
+
+    def __init__(self, near: SimulatedEnvironment, ahead_s: float) -> None:
+        super().__init__()
+        self._near = near
+        self._ahead_ms = round(ahead_s * 1000)
+
+    def now_ms(self) -> int:
+        """Return the other time."""
+        return self._near.now_ms() + self._ahead_ms
+
+    def monotonic(self) -> float:
+        """Return the seconds of the near one."""
+        return self._near.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the time of both."""
+        self._near.sleep(seconds)
+
+    def _draw(self) -> bytes:
+        return self._near._draw()

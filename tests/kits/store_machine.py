@@ -6,7 +6,8 @@ die. The oracle reads the stored commits itself, and checks:
 
 - no live version ever names a condemned object, and all objects that it names are stored;
 - every live version loads, equal to the saved state bit by bit;
-- no pinned version is ever deleted or aged; retention deletes no head and no tagged version;
+- no pinned version is ever deleted or aged; retention deletes no head, no tagged version, and none
+  that the storage has had for less than an hour, whatever the clocks of the clients say;
 - retention does what its dry run said, if nobody else committed in between;
 - no collection is ever stopped by its findings;
 - when all is quiet, two collections leave exactly the objects that live versions need.
@@ -26,16 +27,27 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simclients import Fate, Late, SimClient, trusting
-from simulated_environment import SimulatedEnvironment
+from simulated_environment import SimulatedEnvironment, Skewed
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CkptStoreError, IntegrityError, ObjectExistsError
-from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX
+from ckptstore.format.keys import (
+    MANIFESTS_PREFIX,
+    PACKS_PREFIX,
+    REFERENCES_PREFIX,
+    pack_id,
+    references_key,
+)
+from ckptstore.format.references import References, encode_references
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 
 CLIENTS = 4
+AHEAD_S = (0.0, -5 * 365 * 86_400.0, 2 * 365 * 86_400.0, 1800.0)
+"""Of the clocks of their machines; the storage has its own."""
+YOUNG_S = 3600.0
+"""Every policy keeps versions within that time."""
 FATES: list[Fate] = ["lose request", "lose answer", "late", "twice", "crash", "crash after"]
 DRAW = st.integers(0, 999)
 VALUES = st.tuples(*[st.integers(0, 2)] * 3)
@@ -99,8 +111,8 @@ class StoreMachine(RuleBasedStateMachine):
         )
         create_on(self.backend, environment=self.environment, prober=trusting).close()
         self.late: list[Late] = []
-        self.clients = [self._client() for _ in range(CLIENTS)]
-        self.model = CatalogModel(self.backend)
+        self.clients = [self._client(index) for index in range(CLIENTS)]
+        self.model = CatalogModel(self.backend, young_s=YOUNG_S)
         self.saved: dict[int, tuple[int, int, int]] = {}
         self.weights_only: set[str] = set()
         """Runs that were forked without the optimizer."""
@@ -114,8 +126,9 @@ class StoreMachine(RuleBasedStateMachine):
         for name, value in _LIMITS.items():
             setattr(limits, name, value)  # restored at the end
 
-    def _client(self) -> SimClient:
-        return SimClient(self.backend, self.environment, self.late)
+    def _client(self, index: int) -> SimClient:
+        """Return a client on a machine of its own, whose clock is wrong but for one."""
+        return SimClient(self.backend, Skewed(self.environment, AHEAD_S[index]), self.late)
 
     # --- operations of clients ----------------------------------------------------------------
 
@@ -239,7 +252,7 @@ class StoreMachine(RuleBasedStateMachine):
     def retain(self, draw: int, last: int, stored: bool) -> None:
         """Keep a few versions, and the weights of a few more; by a policy that may be stored."""
         policy = {
-            "full": [f"last {last}", "tagged"],
+            "full": [f"last {last}", "tagged", "within 1h", "abandoned 1h"],
             "weights": [f"last {last + 1}", "best 1 loss"],
             **({"weights-bf16": f"last {last + 2}"} if draw % 2 == 0 else {}),
             **({"weights-int8": f"last {last + 3}"} if draw % 5 < 3 else {}),
@@ -260,7 +273,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._idle() and self._versions())
     @rule(
         draw=DRAW,
-        grace_s=st.sampled_from([0.0, 0.0, 0.0, 1e6]),
+        grace_s=st.sampled_from([0.0, 1e6, 0.0]),
         patience_s=st.sampled_from([0.0, 0.0, 0.01]),
         below=st.sampled_from([None, 0.5, 1.0]),
     )
@@ -271,6 +284,30 @@ class StoreMachine(RuleBasedStateMachine):
             return store.gc(grace_s=grace_s, orphan_age_s=patience_s, repack_below=below)
 
         self._begin(draw, "gc" if grace_s == 0 else "gc with grace", work)
+
+    @precondition(lambda self: self._versions())
+    @rule(draw=st.integers(0, (1 << 16) - 1))
+    def forge(self, draw: int) -> None:
+        """Leave a sound reference record, of any of the live manifests and of any packs."""
+        packs = sorted(filter(None, map(pack_id, self.backend.objects)))
+        with self._reader() as store:
+            live = [v.manifest_digest for v in store.versions() if v.level != "record"]
+        manifests = live if draw % 4 else live[: draw % 7]
+        record = References(
+            manifests=frozenset(map(bytes.fromhex, manifests)),
+            packs={pack: 1 << 30 for place, pack in enumerate(packs) if draw >> place % 16 & 1},
+            deltas_settled=draw % 3 > 0,
+        )
+        key = references_key(self.model.number + draw % 3, f"{self.number:08x}")
+        self.backend.delete(key)
+        self.backend.put(key, encode_references(record))
+        StoreMachine.figures["records forged"] += 1
+
+    @precondition(lambda self: self._versions())
+    @rule()
+    def wait(self) -> None:
+        """Let an hour pass."""
+        self.environment.sleep(YOUNG_S)
 
     # --- fates of calls -----------------------------------------------------------------------
 
@@ -320,7 +357,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _renew(self, index: int) -> None:
         StoreMachine.figures["calls"] += self.clients[index].calls
-        self.clients[index] = self._client()
+        self.clients[index] = self._client(index)
 
     @precondition(lambda self: self.late)
     @rule(data=st.data())
@@ -415,6 +452,9 @@ class StoreMachine(RuleBasedStateMachine):
             while self.late:
                 self._deliver(self.late.pop())
             self.live_versions_are_whole()
+            # A forged record can keep what nobody needs: that is all that it can do.
+            for key in [key for key in self.backend.objects if key.startswith(REFERENCES_PREFIX)]:
+                self.backend.delete(key)
             with self._reader() as store:
                 store.gc(grace_s=0, orphan_age_s=0)
             self.live_versions_are_whole()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ HERE = Path(__file__).parent
 ENABLED = os.environ.get("CKPTSTORE_LAB") == "1"
 collect_ignore_glob = [] if ENABLED else ["*"]
 
-from labkit.systems import LabPool, pool  # noqa: E402 - after what is ignored
+from chromium import Browser, browser  # noqa: E402 - after what is ignored
+from labkit.systems import SCRIPTS, LabPool, pool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,3 +34,20 @@ def lab_pool() -> Iterator[LabPool]:
     folder.mkdir(parents=True, exist_ok=True)
     with pool(folder) as running:
         yield running
+
+
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[Browser]:
+    """Install Debian's Chromium, and start it."""
+    packages = f". {SCRIPTS}/packages.sh; install_packages chromium fonts-dejavu-core"
+    subprocess.run(["bash", "-euc", packages], check=True)
+    with browser(tmp_path / "profile") as running:
+        yield running
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Return the folder for screenshots: ``CKPTSTORE_SCREENSHOTS``, or one of this test."""
+    folder = Path(os.environ.get("CKPTSTORE_SCREENSHOTS") or tmp_path / "screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,7 +1,7 @@
 #!/bin/bash
 # The storage lab: real storage systems, started, tested and taken down on this machine.
 #
-#   tests/lab/run.sh [PYTEST ARGUMENT...]     root on Debian 12; about ten minutes
+#   tests/lab/run.sh [PYTEST ARGUMENT...]     root on Debian 12; about 15 minutes
 #
 # Environment: PYTHON (default .venv/bin/python), CKPTSTORE_LAB_LONG=1 for the long campaigns.
 # What it is and what it shows: docs/reference/storage-lab.md

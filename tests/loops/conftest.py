@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import LOOPBACK, free_port
 
 import ckptstore
 from ckptstore.store import Store
@@ -50,18 +50,19 @@ def _nothing_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Callable[[str, int], list[int]]:
+def ranks(tmp_path: Path) -> Callable[..., list[int]]:
     """Return a function that runs a program of this folder on ranks; gives their exit codes.
 
-    Each gets the folder of the test as its argument, and the environment that torchrun gives.
+    Each gets the folder of the test and further arguments, and the environment that torchrun gives.
     """
 
-    def run(program: str, count: int) -> list[int]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-        command = [sys.executable, str(Path(__file__).with_name(program)), str(tmp_path)]
+    def run(program: str, count: int, *more: str, python: str = sys.executable) -> list[int]:
+        around = {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(count),
+        }
+        command = [python, str(Path(__file__).with_name(program)), str(tmp_path), *more]
         started = [
             subprocess.Popen(
                 command,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,10 @@ from accelerate.utils import DataLoaderConfiguration
 
 import ckptstore
 from ckptstore.errors import InvalidInputError, StateError, VersionNotFoundError
-from ckptstore.integrations.accelerate import (
-    has_version,
-    load_state,
-    save_state,
-    save_state_async,
-)
+from ckptstore.integrations.accelerate import has_version, load_state, save_state, save_state_async
 from ckptstore.store import Store
 
-pytestmark = pytest.mark.usefixtures("_nothing_pickled")
+pytestmark = pytest.mark.usefixtures("_nothing_pickled", "generators_stay")
 
 
 class Counter:
@@ -77,16 +72,6 @@ class Training:
             self.optimizer.zero_grad()
             self.losses.append(loss.item())
             self.counter.seen += 1
-
-
-@pytest.fixture(autouse=True)
-def _generators_stay() -> Iterator[None]:
-    """Seeds of one test are not those of the next."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
 
 
 @pytest.mark.parametrize("seedable", [False, True], ids=["generators", "seedable sampler"])

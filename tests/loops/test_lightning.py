@@ -493,6 +493,12 @@ def test_preemption_saves_and_ends(kit: Package, store: Store) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_fit_in_forked_workers(tmp_path: Path, ranks: Callable[..., list[int]]) -> None:
+    """The worker saves versions, and hands its weights over to the process that began it."""
+    assert ranks("lightning_forked.py", 1) == [0]
+
+
+@pytest.mark.slow
 def test_two_ranks_end_at_one_step(tmp_path: Path, ranks: Callable[[str, int], list[int]]) -> None:
     """With DDP, SIGTERM to one rank ends both, with one version that has both random states."""
     ckptstore.open(tmp_path / "ckpts", create=True).close()

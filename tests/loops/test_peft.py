@@ -80,10 +80,14 @@ def _near(folder: Path, model: Any) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("alone", [False, True])
 def test_a_training_of_an_adapter_is_resumed_and_exported(
-    store: Store, base: Path, tmp_path: Path
+    store: Store, base: Path, tmp_path: Path, *, alone: bool
 ) -> None:
-    """The configuration is stored; by default the folder is what PEFT writes for the adapter."""
+    """The configuration is stored; by default the folder is what PEFT writes for the adapter.
+
+    With ``trained_only`` the version has no weights of the base model.
+    """
     run = store.run("lora")
     rows = [{"input_ids": WORDS[0], "labels": WORDS[0]}] * 4
 
@@ -92,7 +96,8 @@ def test_a_training_of_an_adapter_is_resumed_and_exported(
             output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[], disable_tqdm=True,
             max_steps=steps, save_steps=1, learning_rate=0.1, label_names=["labels"],
         )  # fmt: skip
-        return Stored(_adapted(base), arguments, train_dataset=rows, run=run)
+        model = _adapted(base)
+        return Stored(model, arguments, train_dataset=rows, run=run, trained_only=alone)
 
     trainer(1).train()
     again = trainer(2)
@@ -102,6 +107,8 @@ def test_a_training_of_an_adapter_is_resumed_and_exported(
 
     folder = export_pretrained(store, "lora@2", tmp_path / "alone")
 
+    names = run.load()["model"].keys()
+    assert any("base_layer" in name for name in names) is not alone
     assert about["adapter_config"]["default"]["r"] == 2
     assert about["config"]["architectures"] == ["GPT2LMHeadModel"]
     assert {path.name for path in folder.iterdir()} == ALONE
@@ -118,6 +125,10 @@ def test_a_training_of_an_adapter_is_resumed_and_exported(
         "config.json", "generation_config.json", "model.safetensors",
     }  # fmt: skip
     assert _near(merged, again.model)
+    adapted = store.from_pretrained("lora@2")
+    assert type(adapted).__name__ == "PeftModelForCausalLM"
+    assert torch.allclose(_logits(adapted), _logits(again.model), atol=1e-6)
+    assert not any(tensor.is_meta for tensor in (*adapted.parameters(), *adapted.buffers()))
 
 
 def test_several_adapters_are_where_peft_looks(store: Store, base: Path, tmp_path: Path) -> None:
@@ -174,6 +185,8 @@ def test_an_adapter_without_its_base_model(
     assert {path.name for path in folder.iterdir()} - {"README.md"} == ALONE - {"README.md"}
     assert torch.equal(_logits(_read(base, folder)), _logits(model))
     assert _near(export_pretrained(store, "lora", tmp_path / "named", merge=True), model)
+
+    assert torch.allclose(_logits(store.from_pretrained("lora")), _logits(model), atol=1e-6)
 
     given = AutoModelForCausalLM.from_pretrained(base)
     for mine in (given, model):

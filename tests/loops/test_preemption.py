@@ -300,8 +300,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("training", "stop_at"),
-    [("in step", 5), ("apart", 6), ("asked seldom", 8), ("on devices", 5)],
+    ("training", "stop_at"), [("in step", 5), ("apart", 6), ("asked seldom", 8), ("on devices", 5)]
 )
 def test_all_ranks_stop_at_one_step(
     told: dict[str, list[list[int]]], training: str, stop_at: int

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import ckptstore
+from ckptstore.cli.main import run
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.integrations.files import import_file
 from ckptstore.integrations.transformers import StoreTrainerMixin, export_pretrained
@@ -97,6 +98,56 @@ def test_an_imported_folder_is_written_again_with_its_files(
     report = store.load_into("llama@0", model, rename={"model": ""}, strict=False)
     assert report.missing == ()
     assert torch.equal(_logits(model), _logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_the_command_writes_the_same_folder(store: Store, base: Path, tmp_path: Path) -> None:
+    """``export --pretrained``: whole or not there, never over other files unless told so."""
+    import_file(store, base, run="llama")
+    folder, blocked = tmp_path / "new" / "out", tmp_path / "blocked"
+    blocked.write_text("a file")
+
+    def export(*arguments: object) -> int:
+        place = str(tmp_path / "ckpts")
+        return run(["export", "llama", *map(str, arguments), "--pretrained", "-s", place])
+
+    assert export(folder) == 0
+    _check(folder, AutoModelForCausalLM.from_pretrained(base), base)
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    files = [path for path in folder.iterdir() if path.is_file()]
+    assert len({path.stat().st_mode for path in files}) == 1  # readable by colleagues
+    (folder / "config.json").write_text("{}")
+    assert export(folder) == 4
+    assert (folder / "config.json").read_text() == "{}"
+    assert export(folder, "--force") == 0
+    _check(folder, AutoModelForCausalLM.from_pretrained(base), base)
+    for wrong in (("--include", "model.*"), ("--merge",)):
+        assert export(tmp_path / "none", *wrong) == 2
+    assert export(blocked) != 0
+    assert not (tmp_path / "none").exists()
+    assert blocked.read_text() == "a file"
+
+
+def test_a_model_comes_out_of_the_store(store: Store, base: Path) -> None:
+    """``from_pretrained`` of a ref gives the model of the folder: weights, ties, settings, mode."""
+    import_file(store, base, run="llama")
+    expected = AutoModelForCausalLM.from_pretrained(base)
+
+    model = store.from_pretrained("llama")
+
+    assert type(model) is GPT2LMHeadModel
+    assert not model.training
+    assert torch.equal(_logits(model), _logits(expected))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.generation_config.max_new_tokens == 3
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    own = GPT2LMHeadModel(expected.config)
+    assert store.from_pretrained("llama", model=own) is own
+    assert torch.equal(_logits(own), _logits(expected))
+    for name in ("llama@7", "lama"):
+        with pytest.raises(ckptstore.errors.NotFoundError):
+            store.from_pretrained(name)
+    with pytest.raises(InvalidInputError, match="instance"):
+        store.from_pretrained("llama", model=GPT2LMHeadModel)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["include", "roles", "elsewhere", "without"])

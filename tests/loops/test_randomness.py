@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,13 +11,7 @@ import torch
 from ckptstore.integrations import randomness
 from ckptstore.store import Store
 
-
-@pytest.fixture(autouse=True)
-def _generators_stay() -> Iterator[None]:
-    """Leave the generators as they were."""
-    before = randomness.capture()
-    yield
-    randomness.restore(before)
+pytestmark = pytest.mark.usefixtures("generators_stay")
 
 
 def _draw() -> list[float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -127,6 +128,25 @@ def test_a_resumed_training_has_the_same_losses(
     assert resumed.state.log_history[0] == whole.state.log_history[0]
 
 
+@pytest.mark.parametrize("forgotten", [False, True], ids=["whole", "forgotten"])
+@pytest.mark.parametrize("ref", ["gpt@12", 8], ids=["end of an epoch", "in an epoch"])
+def test_a_witness_proves_a_resume(
+    run: Run, tmp_path: Path, ref: Any, forgotten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an epoch and at its end: exact; without its scheduler, that is said."""
+    _trainer(run, tmp_path / "first", extra={"witness": True}).train()
+    if forgotten:
+        monkeypatch.setattr(LambdaLR, "load_state_dict", lambda *_: None)
+    again = _trainer(run, tmp_path / "second", extra={"witness": True})
+    again.train(resume_from_checkpoint=ref)
+    (told,) = [one.metadata["resumed"] for one in run if "resumed" in one.metadata]
+    if forgotten:
+        assert told["verdict"] == "differs"
+        assert told["names"][0].startswith("scheduler.")
+    else:
+        assert told == {"verdict": "exact", "steps": 3, "names": []}
+
+
 def test_versions_hold_metrics_and_nothing_is_written_elsewhere(
     store: Store, run: Run, tmp_path: Path
 ) -> None:
@@ -226,10 +246,7 @@ def test_a_folder_of_trainer_is_resumed_from_as_ever(run: Run, tmp_path: Path) -
     """Who changes over in the middle goes on from the files that there are."""
     watch, second = Watch(), Watch()
     plain = Trainer(
-        _model(),
-        _trainer(run, tmp_path).args,
-        train_dataset=_rows(),
-        callbacks=[watch],
+        _model(), _trainer(run, tmp_path).args, train_dataset=_rows(), callbacks=[watch]
     )
     plain.train()
     folder = tmp_path / "out" / "checkpoint-20"

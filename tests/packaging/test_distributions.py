@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
+import re
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from distkit import build_sdist, build_wheel, call
+from docpages import ROOT
+from packaging.metadata import Metadata
+
+import ckptstore
 
 pytestmark = pytest.mark.timeout(600)
-
-ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ("ckptstore", "backends", "tests", "benchmarks", "docs")
-
-
-def _call(code: str, folder: Path) -> None:
-    """Run `code` in a fresh interpreter that sees no environment of ours."""
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, timeout=300
-    )
 
 
 def _modules() -> set[str]:
@@ -36,34 +29,14 @@ def _modules() -> set[str]:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an sdist, built in a copy: building leaves folders that would change later builds."""
-    copy = tmp_path_factory.mktemp("sdist") / "source"
-    copy.mkdir()
-    for folder in SHIPPED:
-        shutil.copytree(
-            ROOT / folder,
-            copy / folder,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy(path, copy)
-    _call("from setuptools import build_meta; build_meta.build_sdist('dist')", copy)
-    (built,) = (copy / "dist").glob("ckptstore-*.tar.gz")
-    return built
+    """Return an sdist of the repository."""
+    return build_sdist(tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel that was built from the sdist, as `python -m build` does it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.iterdir()
-    _call("from setuptools import build_meta; build_meta.build_wheel('dist')", source)
-    (built,) = (source / "dist").glob("ckptstore-*.whl")
-    return built
+    """Return a wheel that was built from the sdist."""
+    return build_wheel(sdist, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
@@ -81,6 +54,8 @@ def test_sdist_holds_everything_once(sdist: Path) -> None:
         "CONTRIBUTING.md",
         "Makefile",
         "constraints-dev.txt",
+        "mkdocs.yml",
+        "setup.py",
         "backends/base.py",
         "ckptstore/py.typed",
         "tests/conftest.py",
@@ -95,7 +70,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     inside = {name for name in names if ".dist-info/" not in name}
-    assert inside == _modules() | {"ckptstore/py.typed"}
+    others = ("py.typed", "guesses.toml", "maintenance/reports/store_page.html")
+    page = (f"pages/page.{suffix}" for suffix in ("html", "js", "css"))
+    data = {f"ckptstore/{name}" for name in (*others, *page)}
+    assert inside == _modules() | data
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -117,5 +95,43 @@ with ckptstore.open("ckpts", create=True) as store:
     assert run.load("latest") == {{"step": 7}}
 from ckptstore.cli.main import run
 assert run(["ls", "--store", "ckpts"]) == 0
+assert run(["report", "page.html", "--store", "ckpts"]) == 0
 """
-    _call(code, tmp_path)
+    call(code, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_package_index_takes_the_metadata(sdist: Path, wheel: Path) -> None:
+    """Both files have the same valid metadata, with the version and its addresses."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = Metadata.from_email(archive.read(name))
+    with tarfile.open(sdist) as source:
+        (info,) = (each for each in source.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", each))
+        stream = source.extractfile(info)
+        assert stream is not None
+        assert bytes(Metadata.from_email(stream.read()).as_rfc822()) == bytes(found.as_rfc822())
+    assert str(found.version) == ckptstore.__version__
+    assert found.description_content_type == "text/markdown"
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= set(found.project_urls or {})
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    titles = re.findall(r"^## (.+)$", changes, re.MULTILINE)
+    assert titles[0] == "Unreleased"
+    assert titles[1].startswith(f"{ckptstore.__version__} - ")
+
+
+@pytest.mark.slow
+def test_links_of_the_description_leave_the_index(wheel: Path) -> None:
+    """Each link and picture of the README is an address there, and those of files are of files."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = Metadata.from_email(archive.read(name))
+    urls = found.project_urls or {}
+    here = re.compile(rf"{re.escape(urls['Repository'])}/(blob|raw)/v{found.version}/([^#]+)")
+    links = re.findall(r"\]\(([^)]+)\)", found.description or "")
+    assert len(links) > 30
+    assert [link for link in links if not link.startswith("https://")] == []
+    paths = [match[2] for link in links if (match := here.match(link))]
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    assert any(path.endswith(".svg") for path in paths)

@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The two packages of Lightning, and the two adapters that are the same but for their import.
-MIRRORED = {"CkptStoreCallback", "CkptStoreIO"}
+# The two packages of Lightning, and the adapters that are the same but for their import.
+MIRRORED = {"CkptStoreCallback", "CkptStoreIO", "CkptStoreModelParallel"}
 
 
 def modules() -> list[Path]:

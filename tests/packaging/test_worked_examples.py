@@ -13,12 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-FILES_MAX = {
-    "an operation of the log": 5,
-    "a backend": 4,
-    "a codec": 4,
-    "an option of save": 3,
-}
+FILES_MAX = {"an operation of the log": 5, "a backend": 4, "a codec": 4, "an option of save": 3}
 
 
 def blocks(subject: str, language: str) -> list[str]:

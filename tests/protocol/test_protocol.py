@@ -28,12 +28,7 @@ def explored(*clients: Client) -> Found:
     ("clients", "states"),
     [
         pytest.param(
-            [
-                Writer("a", at_once=True),
-                Writer("b", at_once=True),
-                Deleter("v"),
-                Collector(),
-            ],
+            [Writer("a", at_once=True), Writer("b", at_once=True), Deleter("v"), Collector()],
             110_569,
             id="two writers, a deleter, a collector",
         ),
@@ -56,6 +51,16 @@ def explored(*clients: Client) -> Found:
             [Deleter("v"), Undeleter("v"), Collector(split=True), Collector(split=True)],
             45_924,
             id="two collectors in parts",
+        ),
+        pytest.param(
+            [
+                Deleter("v"),
+                Undeleter("v"),
+                Collector(records=True, split=True),
+                Collector(records=True, split=True),
+            ],
+            69_763,
+            id="two collectors that records may mislead",
         ),
     ],
 )
@@ -95,6 +100,10 @@ def test_no_live_version_ever_names_what_was_deleted(clients: list[Client], stat
             [Writer("a"), Deleter("v"), Relocator("v", checks=False), Collector()],
             id="a relocation does not look what became of the version",
         ),
+        pytest.param(
+            [Writer("a"), Deleter("v"), Collector(reads_afresh=False)],
+            id="a collector condemns by a record in place of the manifests",
+        ),
     ],
 )
 @pytest.mark.short(sample=2)
@@ -133,6 +142,11 @@ def test_an_undelete_that_looks_for_packs_needs_no_order_of_condemning() -> None
             141_313,
             id="a writer beside a relocation",
         ),
+        pytest.param(
+            [Writer("a"), Deleter("v"), Collector(records=True), Collector(records=True)],
+            2_352_765,
+            id="a writer beside two collectors that records may mislead",
+        ),
     ],
 )
 def test_further_clients(clients: list[Client], states: int) -> None:
@@ -149,16 +163,10 @@ def test_further_clients(clients: list[Client], states: int) -> None:
     ("clients", "states"),
     [
         pytest.param(
-            [
-                Writer("a", at_once=True),
-                Deleter("v"),
-                Undeleter("v"),
-                Collector(),
-                Collector(),
-            ],
+            [Writer("a", at_once=True), Deleter("v"), Undeleter("v"), Collector(), Collector()],
             7_696_943,
             id="a writer, a deleter, an undelete, two collectors",
-        ),
+        )
     ],
 )
 def test_two_collectors_at_once(clients: list[Client], states: int) -> None:

@@ -25,10 +25,7 @@ STATE = {
     "model": {"weight": MASTER.to(torch.bfloat16)},
     "optimizer": {"master": MASTER, "m": MOMENT},
 }
-FORMS = {
-    "model.weight": Form(of="optimizer.master"),
-    "optimizer.m": Form(code="linear"),
-}
+FORMS = {"model.weight": Form(of="optimizer.master"), "optimizer.m": Form(code="linear")}
 
 
 def head(run: ckptstore.Run) -> Version:

@@ -155,10 +155,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
         out[what] ^= 1
 
     target = _empty(state)
-    with (
-        patch.object(load, "to_bfloat16", rough),
-        _no_second_reading(),
-    ):
+    with patch.object(load, "to_bfloat16", rough), _no_second_reading():
         store.load("gpt@0", into=target)
     assert sum(asked) >= 900_000
     for name, tensor in state.items():

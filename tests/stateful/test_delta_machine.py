@@ -90,8 +90,10 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_deltas_beside_collections(counts: Counter[str]) -> None:
     """Saves with deltas, retention, collections, repacks, forks and loads, call by call."""
     figures = machine.run(12, 100, same=True)
-    for _ in range(6):  # in one of eight such runs no keyframe goes before its deltas
-        if counts["rebased"]:
+    # In one of eight such runs no keyframe goes before its deltas; which histories Hypothesis makes
+    # depends on the modules that other tests have imported.
+    for _ in range(6):
+        if counts["rebased"] and counts["deltas"] > 20:
             break
         figures += machine.run(12, 100)
 

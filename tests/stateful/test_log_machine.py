@@ -225,11 +225,7 @@ class LogMachine(RuleBasedStateMachine):
             self.acked.update(client.versions)
         client.versions = []
 
-    @rule(
-        index=st.integers(0, CLIENTS - 1),
-        fate=st.sampled_from(FATES),
-        calls=st.integers(1, 8),
-    )
+    @rule(index=st.integers(0, CLIENTS - 1), fate=st.sampled_from(FATES), calls=st.integers(1, 8))
     def step(self, index: int, fate: Fate, calls: int) -> None:
         """Let a client make some calls; what befalls them is drawn."""
         turns = self.clients[index].turns

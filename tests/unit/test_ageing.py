@@ -14,12 +14,7 @@ import torch
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.content_ops import Condemn, Relocate
-from ckptstore.errors import (
-    CondemnedError,
-    PolicyError,
-    StorageError,
-    VersionNotFoundError,
-)
+from ckptstore.errors import CondemnedError, PolicyError, StorageError, VersionNotFoundError
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend

@@ -15,14 +15,18 @@ from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.states.load import LoadRequest
 from ckptstore.states.save import SaveRequest
 
+INSIDE = {"together"}
+"""Fields of a load that no caller gives."""
 OF_THE_RUN = {"run", "directions"}
 """Fields of a save that come from the run, and not from the caller."""
 
 
 def _words(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the keyword-only parameters of a method."""
+    """Return the keyword-only parameters of a method, and the step, which may also stand alone."""
     parameters = inspect.signature(method).parameters.values()
-    return {one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {
+        one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY or one.name == "step"
+    }
 
 
 def test_both_saves_take_the_record_of_a_save() -> None:
@@ -38,14 +42,14 @@ def test_both_saves_take_the_record_of_a_save() -> None:
     ("method", "beside"),
     [
         (ckptstore.LazyVersion.load, set()),
-        (ckptstore.Store.load, {"fall_through", "refill"}),
-        (ckptstore.Run.load, {"fall_through", "refill"}),
+        (ckptstore.Store.load, {"fall_through", "refill", "group"}),
+        (ckptstore.Run.load, {"fall_through", "refill", "group"}),
     ],
 )
 def test_each_load_takes_the_record_of_a_load(method: Callable[..., Any], beside: set[str]) -> None:
     """With the same defaults; what is besides says where the bytes may come from."""
     words = _words(method)
-    found = {one.name: one.default for one in fields(LoadRequest)}
+    found = {one.name: one.default for one in fields(LoadRequest) if one.name not in INSIDE}
     assert {name: one.default for name, one in words.items() if name not in beside} == found
     assert set(words) - set(found) == beside
 
@@ -63,9 +67,10 @@ def test_the_plain_part_of_a_save_leaves_the_state_behind() -> None:
         codec="raw",
         derive=False,
         adapters=[adapter],
+        plain=True,
         progress=adapter,
     )
-    plain = request.plain()
+    plain = request.portable()
     assert type(plain) is WriteRequest
     assert plain == WriteRequest(
         run="gpt",

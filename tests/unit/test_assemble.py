@@ -159,8 +159,7 @@ def test_any_box_of_any_tensor(store: Store, data: st.DataObject) -> None:
     if not store.versions():
         save_parts(store, WHOLE, CUTS)
         store.run("parts").save(
-            {"model": {**WHOLE, "turned": TURNED, "scalar": torch.tensor(2.0)}},
-            step=1,
+            {"model": {**WHOLE, "turned": TURNED, "scalar": torch.tensor(2.0)}}, step=1
         )
     step = data.draw(st.integers(0, 1))
     content = store.version(f"parts@{step}")._content
@@ -262,13 +261,7 @@ def test_a_value_on_one_rank_and_a_tensor_on_another_is_refused(store: Store) ->
     w = torch.randn(8, 6)
     parts = [part_of(store, w=5), part_of(store, shard(w, slice(None), slice(None)))]
     with pytest.raises(StateError, match="'w' is a value on one rank and a tensor on another"):
-        commit_parts(
-            store.repo,
-            parts,
-            {"w": ("w",)},
-            WriteRequest(run="parts", step=0),
-            roles={},
-        )
+        commit_parts(store.repo, parts, {"w": ("w",)}, WriteRequest(run="parts", step=0), roles={})
     assert store.log() == []
 
 
@@ -291,13 +284,7 @@ def test_what_a_collection_took_fails_the_save(store: Store) -> None:
     part = part_of(store, shard(w, slice(None), slice(None)))
     store.gc(orphan_age_s=0, grace_s=0)
     with pytest.raises(CondemnedError, match="while it went on"):
-        commit_parts(
-            store.repo,
-            [part],
-            {"w": ("w",)},
-            WriteRequest(run="parts", step=0),
-            roles={},
-        )
+        commit_parts(store.repo, [part], {"w": ("w",)}, WriteRequest(run="parts", step=0), roles={})
 
     assert store.versions() == []
 

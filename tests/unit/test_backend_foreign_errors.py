@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import azure.core.exceptions as azure
 import botocore.exceptions as boto
 import fsspec
 import fsspec.asyn
@@ -22,8 +23,10 @@ import urllib3.exceptions
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFileSystem
 
+from ckptstore.backends.azure import open_azure
 from ckptstore.backends.base import Backend
-from ckptstore.backends.fsspec_backend import open_fsspec
+from ckptstore.backends.fsspec_backend import Lender, open_fsspec
+from ckptstore.backends.fsspec_systems import System
 from ckptstore.backends.gcs import open_gcs
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import open_s3
@@ -82,6 +85,14 @@ ERRORS: list[Exception] = [
     aiohttp.InvalidURL("x"),
     google.auth.exceptions.RefreshError("x"),  # type: ignore[no-untyped-call]
     google.auth.exceptions.TransportError("x"),  # type: ignore[no-untyped-call]
+    azure.ServiceRequestError("x"),
+    azure.ServiceResponseError("x"),
+    azure.ServiceResponseTimeoutError("x"),
+    azure.IncompleteReadError("x"),
+    azure.DecodeError("x"),
+    azure.HttpResponseError("x"),
+    azure.ClientAuthenticationError("x"),
+    azure.AzureError("x"),
     FSTimeoutError(),
     TimeoutError(),
     socket.gaierror(-2, "x"),
@@ -105,7 +116,7 @@ ERRORS: list[Exception] = [
 
 
 class Broken:
-    """A client of which everything raises one exception, in the way of all three libraries."""
+    """A client of which everything raises one exception, in the way of all four libraries."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -117,6 +128,10 @@ class Broken:
         raise self._error
 
     async def _set_session(self) -> None:
+        raise self._error
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        """Fail where a mode is taken."""
         raise self._error
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -133,8 +148,12 @@ def broken(kind: str, error: Exception) -> Backend:
     """Return a backend of one kind on a broken client."""
     if kind == "fsspec":
         generic = open_fsspec("memory://x")
-        generic._client = PerProcess(lambda: (Broken(error), "/x"))
+        generic._client = PerProcess(Lender, lambda: (Broken(error), "/x"), System())
         return generic
+    if kind == "azure":
+        blobs = open_azure("az://container/x")
+        blobs._client = PerProcess(lambda: Broken(error))
+        return blobs
     if kind == "gcs":
         gcs = open_gcs("gs://b/x")
         gcs._client = PerProcess(lambda: Broken(error))
@@ -166,7 +185,7 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "fsspec"])
+@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "azure", "fsspec"])
 def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
     """Whatever a library raises, in whatever call, comes out as our error, or not at all."""
     for error in ERRORS:
@@ -183,7 +202,7 @@ def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
         assert str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "fsspec"])
+@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "azure", "fsspec"])
 def test_no_false_answer_to_a_create(kind: str) -> None:
     """Only the storage's own word says "exists"; silence is never called a plain failure."""
     silent = (
@@ -191,6 +210,8 @@ def test_no_false_answer_to_a_create(kind: str) -> None:
         boto.ConnectionClosedError,
         aiohttp.ClientPayloadError,
         aiohttp.ServerDisconnectedError,
+        azure.ServiceResponseError,
+        azure.IncompleteReadError,
         FSTimeoutError,
         asyncio.TimeoutError,
         ConnectionResetError,
@@ -359,15 +380,15 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     backend = open_fsspec(f"local://{tmp_path}")
     backend.put("a/b", b"x")
     backend.put("c/d", b"x")
-    fs, root = backend._client.get()
-    listed = fs.ls
+    with backend._client.get().lent() as (fs, root):
+        listed = fs.ls
 
     def ls(path: str, **options: bool) -> Any:  # noqa: ANN401 - as fsspec has it
         if path.endswith("/c"):
             raise OSError(errno.EIO, "x")
         return listed(path, **options)
 
-    backend._client = PerProcess(lambda: (fs, root))
+    backend._client = PerProcess(Lender, lambda: (fs, root), System())
     assert [info.key for info in backend.list("")] == ["a/b", "c/d"]
     fs.ls = ls
     with pytest.raises(StorageError):
@@ -410,3 +431,4 @@ def test_an_option_that_s3_does_not_know_is_named(kind: str) -> None:
     with pytest.raises(StorageError, match="no option is called 'endpoint_ulr'") as caught:
         broken(kind, error).get("a", bytes_max=1)
     assert SECRET not in str(caught.value)
+    assert "requests" in caught.value.hint

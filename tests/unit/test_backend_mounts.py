@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends import posix
+from ckptstore.backends import posix_settings
 from ckptstore.backends.posix import open_posix
 from ckptstore.backends.posix_settings import SETTINGS, find_fs_type, settings_for, stripe_folder
 
@@ -102,8 +102,10 @@ def test_remote_kinds_distrust_lookups() -> None:
 def test_new_store_on_lustre_is_striped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new root on Lustre gets the striping hint, once; an old root is left alone."""
     asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(posix, "find_fs_type", lambda _: "lustre")
-    monkeypatch.setattr(posix, "stripe_folder", lambda root, count: asked.append((root, count)))
+    monkeypatch.setattr(posix_settings, "find_fs_type", lambda _: "lustre")
+    monkeypatch.setattr(
+        posix_settings, "stripe_folder", lambda root, count: asked.append((root, count))
+    )
     for _ in range(2):
         backend = open_posix(str(tmp_path / "new"))
         backend.put("a/1", b"x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from ckptstore.config import Options, SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
-    InvalidKeyError,
+    InvalidUrlError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
@@ -163,7 +164,8 @@ def test_order_of_syncs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_by(backend, method, "a/b/first", b"data")
         assert calls == [
             "mkdir new", *synced("."), "mkdir new/root", *synced("new"),
-            "mkdir new/root/a", *synced("new/root"), "mkdir new/root/a/b", *synced("new/root/a"),
+            "mkdir new/root/a", "open new/root/a", *synced("new/root"),
+            "mkdir new/root/a/b", "open new/root/a/b", *synced("new/root/a"),
             "write FILE", "fsync FILE", "link new/root/a/b/first", *synced("new/root/a/b"),
         ]  # fmt: skip
         calls.clear()
@@ -215,7 +217,7 @@ def test_every_system_call_failing(
         (errno.ETIMEDOUT, TransientStorageError),
         (errno.ESTALE, TransientStorageError),
         (errno.EAGAIN, TransientStorageError),
-        (errno.ENAMETOOLONG, InvalidKeyError),
+        (errno.ENAMETOOLONG, InvalidUrlError),
         (errno.ENOENT, StorageError),
     ],
 )
@@ -323,7 +325,7 @@ def test_a_single_writer_needs_neither_links_nor_flags(
     fail(monkeypatch, "link", number)
     if kind == "vfat":
         backend.fs_type = kind
-        monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: False)
+        monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
     with pytest.raises(UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"mine")
     assert names(tmp_path) == []
@@ -343,6 +345,25 @@ def test_a_single_writer_needs_neither_links_nor_flags(
         assert store.load("r@1") == {"w": b"1"}
 
 
+def test_only_on_mounts_of_rclone_eio_means_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mount has no other answer; anywhere else it is a failure, after which none is guessed."""
+    fail(monkeypatch, "link", errno.EIO)
+    backend = open_posix(str(tmp_path), kind="parallel")
+    with pytest.raises(StorageError, match="EIO"):
+        backend.put("a", b"mine")
+    assert names(tmp_path) == []
+    backend.fs_type = "fuse.rclone"
+    backend.put("a", b"mine")
+    with backend.open_writer("b") as writer:
+        writer.write(b"streamed")
+        writer.commit()
+    assert names(tmp_path) == ["a", "b"]
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        backend.put_if_absent("c", b"mine")
+
+
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
 def test_a_rename_that_fails_is_told_from_one_that_was_done(
     done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +371,7 @@ def test_a_rename_that_fails_is_told_from_one_that_was_done(
     """An error with the temporary file gone is no clear answer; else nothing was created."""
     backend = open_posix(str(tmp_path), kind="parallel")
     fail(monkeypatch, "link", errno.EPERM)
-    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: False)
+    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
     rename = os.rename
 
     def failing(source: str, target: str) -> None:
@@ -363,6 +384,28 @@ def test_a_rename_that_fails_is_told_from_one_that_was_done(
         backend.put("a", b"mine")
     assert done or not isinstance(caught.value, AmbiguousWriteError)
     assert names(tmp_path) == (["a"] if done else [])
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["removed", "cannot be removed"])
+def test_a_mount_that_cannot_rename_names_the_buckets_url(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mountpoint for S3 neither links nor renames, and deletes only on demand: the hint helps."""
+    backend = open_posix(str(tmp_path), kind="parallel")
+    for name in ("link", "rename", *(["unlink"] if kept else [])):
+        fail(monkeypatch, name, errno.ENOSYS)
+    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.ENOSYS)
+    with pytest.raises(AmbiguousWriteError if kept else StorageError) as caught:
+        backend.put("a", b"mine")
+    assert "s3://" in caught.value.hint
+    assert "a" not in names(tmp_path)
+    with pytest.raises(UnsafeBackendError) as refused:
+        backend.put_if_absent("a", b"mine")
+    assert "s3://" in refused.value.hint
+    backend.fs_type = "fuse.mountpoint-s3"
+    with pytest.raises(StorageError, match="cannot hold a store") as unusable:
+        create_on(backend, options=Options(single_writer=True))
+    assert "s3://" in unusable.value.hint
 
 
 def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,21 +685,91 @@ def test_a_listing_asks_nothing_of_names_that_are_no_keys(
     assert [info.key for info in backend.list("packs/")] == ["packs/aa/1.pack"]
 
 
-def test_new_folders_have_the_rights_of_the_root(tmp_path: Path) -> None:
-    """A group shares a store, whatever the umask of the one who makes a folder; modes only grow."""
-    tmp_path.chmod(0o2775)
-    before = os.umask(0o077)
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Create files with a umask."""
+    before = os.umask(mask)
     try:
-        backend = open_posix(str(tmp_path))
-        backend.put("packs/ab/1.pack", b"x")
+        yield
     finally:
         os.umask(before)
-    assert (tmp_path / "packs").stat().st_mode & 0o777 == 0o775
-    assert (tmp_path / "packs" / "ab").stat().st_mode & 0o777 == 0o775
-    tmp_path.chmod(0o700)
-    backend.put("packs/cd/1.pack", b"x")
-    mask = os.umask(before)
-    assert (tmp_path / "packs" / "cd").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def mode_of(path: Path) -> int:
+    """Return the permissions of a folder, with the setgid and the sticky bit."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("root", "mask", "folder"),
+    [
+        (0o2775, 0o077, 0o2770),
+        (0o2750, 0o077, 0o2750),
+        (0o775, 0o022, 0o775),
+        (0o777, 0o022, 0o775),
+        (0o777, 0o077, 0o770),
+        (0o1777, 0o022, 0o1775),
+        (0o1777, 0o077, 0o1770),
+        (0o755, 0o002, 0o775),
+        (0o700, 0o022, 0o755),
+    ],
+    ids=oct,
+)
+def test_new_folders_have_the_groups_rights_of_the_root(
+    root: int, mask: int, folder: int, tmp_path: Path
+) -> None:
+    """A group shares a store, whatever the umask; nobody else gets rights, and none are taken away.
+
+    Where a sticky root keeps members from deleting one another's files, so do the folders in it.
+    """
+    tmp_path.chmod(root)
+    with umask(mask):
+        open_posix(str(tmp_path)).put("packs/ab/1.pack", b"x")
+    assert mode_of(tmp_path / "packs") == folder
+    assert mode_of(tmp_path / "packs" / "ab") == folder
+
+
+def owned(patch: pytest.MonkeyPatch, *, user: int | None = None, group: int | None = None) -> None:
+    """Let open folders belong to another user or group."""
+    real = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = real(descriptor)
+        fields = list(found)
+        if stat.S_ISDIR(found.st_mode):
+            fields[stat.ST_UID] = found.st_uid if user is None else user
+            fields[stat.ST_GID] = found.st_gid if group is None else group
+        return os.stat_result(fields)
+
+    patch.setattr(os, "fstat", fstat)
+
+
+@pytest.mark.parametrize("root", [0o775, 0o777, 0o1777, 0o2777], ids=oct)
+def test_a_foreign_group_gets_no_rights(
+    root: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new folder of another group than the root's, as without setgid, is not opened to it."""
+    tmp_path.chmod(root)
+    with monkeypatch.context() as patch, umask(0o022):
+        owned(patch, group=tmp_path.stat().st_gid + 1)
+        open_posix(str(tmp_path)).put("packs/1.pack", b"x")
+    assert mode_of(tmp_path / "packs") & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_folders_keep_their_setgid_bit(
+    member: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``chmod`` by a user outside the group would take the bit away: it is not called."""
+    tmp_path.chmod(0o2777)
+    group = tmp_path.stat().st_gid
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    owned(monkeypatch, user=12345)
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group] if member else [])
+    with umask(0o022):
+        open_posix(str(tmp_path)).put("packs/1.pack", b"x")
+    assert mode_of(tmp_path / "packs") == (0o2775 if member else 0o2755)
 
 
 def test_a_file_system_without_modes_has_folders_all_the_same(
@@ -665,13 +778,43 @@ def test_a_file_system_without_modes_has_folders_all_the_same(
     """Where a mount decides on modes, chmod is refused, and folders are made as they come."""
     tmp_path.chmod(0o777)
 
-    def refused(path: str, mode: int) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", path)
+    def refused(descriptor: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "chmod", refused)
-    before = os.umask(0o077)
-    try:
+    monkeypatch.setattr(os, "fchmod", refused)
+    with umask(0o077):
         open_posix(str(tmp_path)).put("packs/ab/1.pack", b"x")
-    finally:
-        os.umask(before)
     assert (tmp_path / "packs" / "ab" / "1.pack").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("trap", ["link", "folder of another user"])
+def test_a_folder_that_others_put_in_its_place_keeps_its_rights(
+    trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member of the group may swap a new folder at once: only what was made here is shared."""
+    root, private = tmp_path / "store", tmp_path / "private"
+    root.mkdir()
+    root.chmod(0o2770)
+    with umask(0o077):
+        private.mkdir()
+    os.chown(private, -1, root.stat().st_gid)
+    real = os.mkdir
+
+    def swapped(path: str | Path, *rest: int) -> None:
+        real(path, *rest)
+        if Path(path).name == "packs":
+            Path(path).rename(root / "away")
+            if trap == "link":
+                Path(path).symlink_to(private)
+            else:
+                private.rename(path)
+
+    monkeypatch.setattr(os, "mkdir", swapped)
+    if trap == "link":
+        with pytest.raises(StorageError):
+            open_posix(str(root)).put("packs/1.pack", b"x")
+        assert mode_of(private) == 0o700
+    else:
+        owned(monkeypatch, user=os.geteuid() + 1)
+        open_posix(str(root)).put("packs/1.pack", b"x")
+        assert mode_of(root / "packs") == 0o700

@@ -103,6 +103,13 @@ def test_retry_is_the_default() -> None:
         "s3://b//x",
         "s3://b/x?versionId=1",
         "gs://b#x",
+        "az://",
+        "az://Container/x",
+        "az://c/x",
+        "az://container/x?sv=2022&sig=x",
+        "abfss://container@account/x",
+        "abfss://container@account.dfs.core.windows.net:443/x",
+        "abfss://@account.dfs.core.windows.net/x",
         "nosuchscheme://x",
         "no_such_scheme://host/x",
         "1st://host/x",
@@ -141,9 +148,24 @@ def test_a_file_is_no_location(tmp_path: Path) -> None:
             open_backend(location)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_settings_in_a_url_are_refused(scheme: str) -> None:
+    """The hint shows both ways to give them; the query is not repeated, as it may hold a secret."""
+    with pytest.raises(InvalidUrlError) as caught:
+        open_backend(f"{scheme}://bucket/x?requests=7")
+    assert "requests=7" not in str(caught.value)
+    assert "ckptstore.open(url, requests=16)" in caught.value.hint
+    assert "--option requests=16" in caught.value.hint
+
+
 def test_credentials_in_a_url_are_not_repeated() -> None:
     """A URL with credentials is refused, and the message does not show them."""
-    for location in ("s3://AKIA123:sup3rsecret@bucket/x", "gs://user:sup3rsecret@bucket/x"):
+    for location in (
+        "s3://AKIA123:sup3rsecret@bucket/x",
+        "gs://user:sup3rsecret@bucket/x",
+        "az://account:sup3rsecret@container/x",
+        "abfs://container@user:sup3rsecret@account.dfs.core.windows.net/x",
+    ):
         with pytest.raises(InvalidUrlError) as caught:
             open_backend(location)
         assert "sup3rsecret" not in str(caught.value)
@@ -168,14 +190,16 @@ def test_kind_can_be_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "extra", "module"), [("s3", "s3", "botocore"), ("gs", "gcs", "gcsfs")]
+    ("scheme", "extra", "module"),
+    [("s3", "s3", "botocore"), ("gs", "gcs", "gcsfs"), ("abfss", "azure", "azure.storage.blob")],
 )
 def test_missing_package_names_the_extra(
     scheme: str, extra: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the package of an extra the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
-    ours = ("ckptstore.backends.s3", "ckptstore.backends.s3_direct", "ckptstore.backends.gcs")
+    names = ("s3", "s3_direct", "gcs", "azure", "azure_settings")
+    ours = [f"ckptstore.backends.{name}" for name in names]
     for name in (*ours, f"{module}.core"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingDependencyError, match=rf"ckptstore\[{extra}\]"):
@@ -213,7 +237,8 @@ def test_local_paths_import_no_storage_library() -> None:
     program = (
         "import sys; from ckptstore.backends.registry import open_backend;"
         "open_backend('/tmp/x'); open_backend('memory://x');"
-        "print([m for m in ('fsspec', 's3fs', 'gcsfs', 'numpy', 'torch') if m in sys.modules])"
+        "heavy = {'fsspec', 's3fs', 'gcsfs', 'azure', 'numpy', 'torch'};"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     answer = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300

@@ -1,4 +1,4 @@
-"""Storage classes as backends reach them: S3 by either client, GCS; through every wrapper."""
+"""Storage classes as backends reach them: S3 by either client, GCS, Azure; through wrappers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import botocore.exceptions
 import pytest
-from buckets import GcsBucket, S3Bucket
+from buckets import AzureBucket, GcsBucket, S3Bucket
 from coldbackend import ColdBackend, Shelf
 from metered import MeteredBackend
 
+import ckptstore
 from ckptstore import limits
+from ckptstore.backends.azure_cold import AzureColdStorage
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
@@ -150,8 +151,8 @@ def test_the_table_of_classes_holds_together() -> None:
     for name, known in CLASSES.items():
         assert known.name == name
         assert all(0 < low < high for low, high in known.tiers.values())
-        assert known.is_archive == (name in {"GLACIER", "DEEP_ARCHIVE"})
-    assert class_named("").name == STANDARD
+        assert known.is_archive == (name in {"GLACIER", "DEEP_ARCHIVE", "Archive"})
+    assert class_named("").name == class_named("Hot").name == STANDARD
     other = class_named("EC_COLD")
     assert (other.is_archive, other.min_days, other.min_bytes) == (False, 0, 0)
 
@@ -173,9 +174,12 @@ def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
 
     whole = {"ContentLength": 10, "LastModified": datetime(2026, 3, 1, tzinfo=UTC), **head}
     calls = _Calls(whole)
-    location = parse_bucket_url("s3://bucket/place")
     client: Any = calls
-    return S3ColdStorage(location, lambda _what, work: work(client)), calls
+
+    def request(key: str) -> dict[str, Any]:
+        return {"Bucket": "bucket", "Key": f"place/{key}"}
+
+    return S3ColdStorage(request, lambda _what, work: work(client)), calls
 
 
 def test_a_copy_is_conditional_on_what_was_seen() -> None:
@@ -290,6 +294,130 @@ def test_gcs_rewrites_large_objects_in_several_requests() -> None:
     assert cold.set_class(KEY, "ARCHIVE")
     assert tokens == ["", "t1", "t2"]
     assert not cold.set_class(KEY, "ARCHIVE")
+
+
+def test_azure_sets_tiers(azure_bucket: AzureBucket) -> None:
+    """Azurite keeps them, refuses to read what is archived, and rehydrates at once."""
+    backend = open_backend(azure_bucket.url, retry=False, **azure_bucket.options())
+    azure_bucket.write(KEY, b"chunks")
+    cold = _cold(backend)
+    assert cold.restore_state(KEY).storage_class == STANDARD
+    for name in ("Cool", "Cold", "Archive"):
+        assert cold.set_class(KEY, name)
+        assert not cold.set_class(KEY, name)
+        assert backend.stat(KEY).storage_class == cold.restore_state(KEY).storage_class == name
+        assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == [name]
+        assert azure_bucket.tiers() == {KEY: name}
+    assert cold.restore_state(KEY).access == "cold"
+    for read in (
+        lambda: backend.get(KEY, bytes_max=100),
+        lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
+        lambda: cold.set_class(KEY, "Cool"),
+    ):
+        with pytest.raises(ColdObjectError) as caught:
+            read()
+        assert not isinstance(caught.value, TransientStorageError)
+    assert cold.request_restore(KEY, days=3, tier="High")
+    assert not cold.request_restore(KEY, days=3, tier="High")
+    state = cold.restore_state(KEY)
+    assert (state.storage_class, state.access, state.restored_until) == (STANDARD, "readable", None)
+    assert backend.get(KEY, bytes_max=100) == b"chunks"
+    with pytest.raises(InvalidInputError, match="ARCHIVE"):
+        cold.set_class(KEY, "ARCHIVE")  # a class of GCS
+    with pytest.raises(ObjectNotFoundError):
+        cold.set_class(pack_key("b" * 32), "Cool")
+    backend.close()
+
+
+def test_azure_writes_packs_in_a_tier(azure_bucket: AzureBucket) -> None:
+    """All else is in the account's own."""
+    backend = open_backend(azure_bucket.url, pack_class="Cold", **azure_bucket.options())
+    with backend.open_writer(KEY) as writer:
+        writer.write(b"chunks")
+        writer.commit()
+    backend.put("manifests/aa/x", b"bytes")
+    backend.put_if_absent("commits/000000/x", b"bytes")
+    tiers = azure_bucket.tiers()
+    assert tiers.pop(KEY) == "Cold"
+    assert set(tiers.values()) == {"Hot"}
+    backend.close()
+
+
+class _Blob:
+    """The properties of a blob, and the requests that would change them."""
+
+    def __init__(self, tier: str, status: str | None = None) -> None:
+        from datetime import UTC, datetime
+
+        self.blob_tier, self.archive_status = tier, status
+        self.size, self.last_modified = 1, datetime(2026, 3, 1, tzinfo=UTC)
+        self.sent: list[tuple[str, Mapping[str, str]]] = []
+
+    def set(self, _what: str, _key: str, tier: str, options: Mapping[str, str]) -> None:
+        if self.archive_status:
+            msg = "HTTP 409 BlobBeingRehydrated"
+            raise ColdObjectError(msg)
+        self.sent.append((tier, options))
+        self.archive_status = "rehydrate-pending-to-hot" if self.blob_tier == "Archive" else None
+
+    def cold(self) -> AzureColdStorage:
+        return AzureColdStorage(lambda _key: self, self.set)
+
+
+def test_azure_rehydrates_in_hours() -> None:
+    """As Microsoft documents it; azurite does it at once. Nothing is asked for twice."""
+    blob = _Blob("Archive")
+    cold = blob.cold()
+    assert cold.request_restore(KEY, days=7, tier="High")
+    assert blob.sent == [("Hot", {"rehydrate_priority": "High"})]
+    state = cold.restore_state(KEY)
+    assert (state.storage_class, state.access) == ("Archive", "restoring")
+    assert not cold.request_restore(KEY, days=7, tier="Standard")
+    with pytest.raises(ColdObjectError):
+        cold.set_class(KEY, "Cool")
+    blob.archive_status, blob.blob_tier = None, "Hot"
+    assert cold.restore_state(KEY).access == "readable"
+    assert len(blob.sent) == 1
+
+
+def test_azure_asked_by_two_at_once() -> None:
+    """The request that comes second is refused by the storage, and is no failure."""
+    blob = _Blob("Archive")
+    seen, blob.archive_status = AzureColdStorage(lambda _key: _Blob("Archive"), blob.set), "pending"
+    assert not seen.request_restore(KEY, days=7, tier="Standard")
+
+
+def test_an_account_without_tiers_is_told() -> None:
+    """A premium account tells none; a move that has no effect is noticed."""
+    blob = _Blob("")
+    assert blob.cold().restore_state(KEY).storage_class == STANDARD
+    with pytest.raises(StorageError, match="afterwards"):
+        blob.cold().set_class(KEY, "Cool")
+
+
+def test_a_version_on_azure_is_archived_and_thawed(azure_bucket: AzureBucket) -> None:
+    """From the facade: only its packs are moved, a load says what to do, and a thaw is for good."""
+    with ckptstore.open(azure_bucket.url, create=True, **azure_bucket.options()) as store:
+        run = store.run("r")
+        for step in (1, 2):
+            run.save({"w": bytes([step]) * 100_000}, step=step)
+        report = store.archive(runs=["r"], storage_class="Archive")
+        assert (report.ok, report.moved.count) == (True, 1)
+        assert sorted(azure_bucket.tiers().values()).count("Archive") == 1
+        with pytest.raises(ColdObjectError) as caught:
+            store.load("r@1")
+        assert "ckptstore thaw" in caught.value.hint
+        assert store.verify().ok
+        with pytest.raises(InvalidInputError, match="'Bulk'"):
+            store.thaw("r@1", tier="Bulk")
+        thawed = store.thaw("r@1", wait=True, poll_s=0.01)
+        assert (thawed.ready, thawed.for_good, thawed.restored_until) == (True, True, None)
+        assert store.load("r@1") == {"w": b"\1" * 100_000}
+        assert set(azure_bucket.tiers().values()) == {"Hot"}
+        moved = store.archive(["r@1"], storage_class="Cool")
+        assert moved.moved.count == 1
+        back = store.archive(["r@1"], storage_class="Hot")
+        assert (back.storage_class, back.moved.count) == (STANDARD, 1)
 
 
 def test_wrappers_pass_classes_on() -> None:

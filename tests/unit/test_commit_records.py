@@ -34,12 +34,7 @@ from ckptstore.format.keys import (
     snapshot_number,
     version_id_of,
 )
-from ckptstore.format.names import (
-    check_metric_name,
-    check_run_name,
-    check_tag,
-    encode_metadata,
-)
+from ckptstore.format.names import check_metric_name, check_run_name, check_tag, encode_metadata
 
 ID = "0123456789abcdef" * 2
 SAVE = Save(

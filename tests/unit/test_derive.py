@@ -212,13 +212,13 @@ def test_integers_and_equal_copies_are_not_looked_at() -> None:
 
 
 def test_where_nothing_matches_hardly_anything_is_read() -> None:
-    """Of a tensor that is no other's rounding, 64 elements are read; of lone shapes none."""
+    """Of a tensor that is no other's rounding, 1,024 elements are read; of lone shapes none."""
     lows = [_candidate(_floats((512, 512), n).bfloat16(), in_place=False) for n in range(9)]
     highs = [_candidate(_floats((512, 512), 50 + n), in_place=False) for n in range(9)]
     assert _pairs([*lows, *highs]) == {}
     for one in (*lows, *highs):
         read = one.payload.read_bytes
-        assert read == 64 * (2 if one.record.dtype == "bfloat16" else 4)
+        assert read == 1024 * (2 if one.record.dtype == "bfloat16" else 4)
 
 
 def test_tensors_of_zeros_are_compared_a_few_times_at_most() -> None:
@@ -234,7 +234,8 @@ def test_tensors_of_zeros_are_compared_a_few_times_at_most() -> None:
     highs = [_candidate(torch.zeros(512, 512), in_place=False) for _ in range(10)]
     assert _pairs([*lows, *highs]) == {}
     compared = sum(one.payload.read_bytes for one in lows)
-    assert compared <= 10 * (2 * 512 * 512 * 2 + 128)
+    looked_at, sample = 8 * 1024 * 2, 1024 * 2
+    assert compared <= 10 * (2 * (512 * 512 * 2 + looked_at) + sample)
 
 
 def test_a_tensor_on_a_device_is_read_in_pieces() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.checkpoint import encode, write
+from ckptstore.checkpoint import encoding_trial, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
 from ckptstore.checkpoint.encode import Draft, encode_draft
 from ckptstore.checkpoint.encoding_trial import measure
@@ -242,12 +242,13 @@ def test_an_unchanged_tensor_is_not_encoded_again(
     store, save = saving
     state = _state()
     save(state, step=1, encodings=RULES)
-    monkeypatch.setattr(encode, "measure", None)  # of this process: the child cannot be reached
+    # Of this process: the child cannot be reached.
+    monkeypatch.setattr(encoding_trial, "measure", None)
     again = save(state, step=2, encodings=RULES)
     assert again.receipt["codes_reused_count"] == 3
     assert again.receipt["new_bytes"] == 0
     assert again.content == store.resolve("gpt@1").content
-    monkeypatch.setattr(encode, "measure", measure)
+    monkeypatch.setattr(encoding_trial, "measure", measure)
     state["model"]["weight"][5, 5] += 1
     third = save(state, step=3, encodings=RULES)
     assert third.receipt["codes_reused_count"] == 2
@@ -490,7 +491,7 @@ def test_a_change_while_it_is_encoded_is_refused(
     A version that had other codes than its recipe says would not load.
     """
     state = _state(rows=3000)
-    places = {"measure": (encode, "measure"), "write": (write, "write_pieces")}
+    places = {"measure": (encoding_trial, "measure"), "write": (write, "write_pieces")}
     tensor = _moments(state)[moment]
     _disturbed(monkeypatch, *places[stage], lambda: tensor[2500].mul_(3))
     with pytest.raises(TornStateError, match=r"optimizer\.state\.0\.exp_avg"):

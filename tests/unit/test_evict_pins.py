@@ -136,9 +136,7 @@ def test_two_policies_that_are_each_right_lose_nothing(
     assert cold.verify().ok
 
 
-def test_without_pins_the_replica_decides(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_without_pins_the_replica_decides(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
     """``pin=False``: the rules there say how long what was evicted is kept."""
     hot, cold = stores
     assert hot.evict(replica="cold", keep="last 1", pin=False).pinned == ()
@@ -269,9 +267,7 @@ def test_changed_here_between_pin_and_commit(
     assert _pinned(cold) == [2, 3]
 
 
-def test_evicted_again_while_it_comes_back(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_evicted_again_while_it_comes_back(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
     """A pin that an eviction relied on while it was being taken away is left again."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
@@ -320,9 +316,7 @@ def test_two_stores_that_evict_to_each_other(
         _assert_loads(hot, step)
 
 
-def test_pins_of_a_store_that_is_gone(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_pins_of_a_store_that_is_gone(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
     """All of one store's at once, by the beginning of its id; a person's own stay."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
@@ -409,9 +403,7 @@ def test_readers_from_before_see_the_same_versions_pinned(
     assert _pinned_as_before(_anew(cold)) == _pinned(_anew(cold)) == []
 
 
-def test_pins_of_too_many_stores(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_pins_of_too_many_stores(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
     """Refused when they are made, and when a log has them all the same."""
     _, cold = stores
     one = cold.resolve("gpt@1").id
@@ -427,9 +419,7 @@ def test_pins_of_too_many_stores(
     assert not _anew(cold).resolve("gpt@1").pinned
 
 
-def test_what_is_said_in_the_log(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_what_is_said_in_the_log(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
     """The trail names the store that a pin is for."""
     hot, cold = stores
     hot.evict(["gpt@1"], replica="cold")

@@ -1,27 +1,17 @@
-"""The history of a metric, the best by it, and its picture."""
+"""The history of a metric, and the best by it."""
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import ckptstore
 from ckptstore.catalog.history import history
 from ckptstore.cli.metric_history import sparkline
-from ckptstore.errors import (
-    InvalidInputError,
-    MissingDependencyError,
-    RunNotFoundError,
-    StorageError,
-    VersionNotFoundError,
-)
-from ckptstore.integrations import plots
-from ckptstore.integrations.plots import plot_history
+from ckptstore.errors import InvalidInputError, RunNotFoundError, VersionNotFoundError
 
 
 @pytest.fixture
@@ -112,77 +102,3 @@ def test_a_long_sparkline_takes_means() -> None:
     assert sparkline([0.0, 2.0, 4.0, 6.0], width=2) == "▁█"
     assert len(sparkline([float(n) for n in range(1000)])) == 72
     assert sparkline([1.0, math.nan, 3.0, 3.0], width=2, blocks="ab") == "ab"
-
-
-# --- the picture --------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_what_there_is(store: ckptstore.Store, tmp_path: Path) -> None:
-    """Text of the SVG: the line, the fork, the rollback, the tag, NaN, the best, retention."""
-    policy = {"full": "last 2", "weights": "best 3 loss"}
-    path = plot_history(store, "gpt", "loss", tmp_path / "a.svg", policy=policy)
-    text = path.read_text(encoding="utf-8")
-    for said in (
-        "gpt: loss", "lower is better", "fork ft", ">rollback<", "abandoned by a rollback", "a_tag",
-        "NaN or infinite", "best: 2 at step 60", "retention full: last 2; weights: best 3 loss",
-        "retention would delete", "retention would keep the weights", "deleted",
-    ):  # fmt: skip
-        assert said in text, said
-    assert plot_history(store, "gpt", "loss", tmp_path / "b.svg", policy=policy).read_bytes() == (
-        path.read_bytes()
-    ), "one picture is the same file each time"
-
-
-def test_forks_of_forks_are_drawn(store: ckptstore.Store, tmp_path: Path) -> None:
-    """A fork of a fork begins at its point, also behind a fork that does not have the metric."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    store.run("ft").save({"x": torch.ones(1)}, step=90, metrics={"loss": 1.5})
-    store.fork("ft@90", "deep")
-    store.run("deep").save({"x": torch.ones(1)}, step=95, metrics={"other": 1.0})
-    store.fork("deep", "deeper")
-    store.run("deeper").save({"x": torch.ones(1)}, step=99, metrics={"loss": 1.25})
-    text = plot_history(store, "gpt", "loss", tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert "fork ft" in text
-    assert "fork deeper" in text
-    figure = Figure()
-    plots._draw(figure, plots._picture(store, "gpt", "loss", None))
-    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "fork deeper"]
-    assert np.asarray(line.get_xydata()).tolist() == [[90, 1.5], [99, 1.25]]
-
-
-@pytest.mark.slow
-def test_the_picture_without_retention_and_of_a_fork(
-    store: ckptstore.Store, tmp_path: Path
-) -> None:
-    """No policy, nothing about one; a fork says where it comes from; PNG and PDF are that."""
-    text = plot_history(store, "gpt", "loss", tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert "retention" not in text
-    assert "only the record is kept" in text
-    fork = plot_history(store, "ft", "loss", tmp_path / "ft.svg").read_text(encoding="utf-8")
-    assert "forked from gpt@40" in fork
-    assert plot_history(store, "gpt", "loss", tmp_path / "a.PNG").read_bytes()[1:4] == b"PNG"
-    assert plot_history(store, "gpt", "loss", tmp_path / "a.pdf").read_bytes()[:4] == b"%PDF"
-
-
-def test_odd_names_and_values_are_drawn(tmp_path: Path) -> None:
-    """Names that matplotlib would take for formulas; a run of NaN; one version."""
-    with ckptstore.open(tmp_path / "s", create=True) as store:
-        run = store.run("a_b", metrics={"$x^2": "min", "n": "min"})
-        run.save({"x": 1}, step=1, metrics={"$x^2": 1.0, "n": math.nan}, tags=["v_1"])
-        assert plot_history(store, "a_b", "$x^2", tmp_path / "a.svg").exists()
-        assert plot_history(store, "a_b", "n", tmp_path / "b.png").exists()
-
-
-def test_pictures_that_cannot_be(
-    store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A name of no picture, a folder that is not there, no matplotlib."""
-    with pytest.raises(InvalidInputError, match=r"\.svg, \.png, \.pdf"):
-        plot_history(store, "gpt", "loss", tmp_path / "a.gif")
-    with pytest.raises(StorageError, match="cannot be written"):
-        plot_history(store, "gpt", "loss", tmp_path / "none" / "a.svg")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"ckptstore\[plots\]"):
-        plot_history(store, "gpt", "loss", tmp_path / "a.svg")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "numpy", "fsspec", "s3fs", "gcsfs", "botocore", "aiohttp", "safetensors")
+HEAVY = ("torch", "numpy", "fsspec", "s3fs", "gcsfs", "azure", "botocore", "aiohttp", "safetensors")
 
 
 def _loaded_after(code: str) -> set[str]:
@@ -47,11 +47,7 @@ def test_lower_layers_do_not_load_torch(module: str) -> None:
     assert "torch" not in _loaded_after(f"import {module}")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["ls"], ["log"], ["du"], ["ls", "--json"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [["ls"], ["log"], ["du"], ["ls", "--json"]], ids=" ".join)
 def test_catalog_commands_load_neither_torch_nor_storage_libraries(
     words: list[str], small_store: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -12,22 +13,38 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.config import SYSTEM
-from ckptstore.errors import ConflictError, InvalidInputError, NotFoundError, StoreNotFoundError
+from ckptstore.config import SYSTEM, SystemEnvironment
+from ckptstore.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    StoragePermissionError,
+    StoreNotFoundError,
+)
+from ckptstore.format.keys import commit_key
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import exposition
+from ckptstore.maintenance.core import storage_times
+from ckptstore.repo import Repo
 
 Reading = Callable[..., Job]
 
 
-class _Later:
-    """The system, two hours later."""
+class _Ahead:
+    """The system, on a machine whose clock is two years ahead."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(SYSTEM, name)
 
     def now_ms(self) -> int:
-        return SYSTEM.now_ms() + 7_200_000
+        return SYSTEM.now_ms() + 2 * 365 * 86_400_000
+
+
+def _two_hours_pass(store: Path, seconds: float = 7200) -> None:
+    """Make all commits older, by the clock of the file system."""
+    for commit in (store / "commits").rglob("*.json"):
+        info = commit.stat()
+        os.utime(commit, (info.st_atime, info.st_mtime - seconds))
 
 
 @pytest.fixture
@@ -140,7 +157,7 @@ def test_only_versions_of_an_age(tmp_path: Path, reading: Reading) -> None:
     young = run_job(reading('[select]\nolder_than = "1h"\n'))
     assert _step(young, "replicate")["selected"] == 0
     with ckptstore.open(tmp_path / "hot") as hot:
-        newest = hot.resolve("gpt@2").created_at.timestamp()
+        newest = hot.repo.backend.stat(commit_key(hot.resolve("gpt@2").commit)).modified_at
     late = run_job(reading(), since_s=newest)
     assert _step(late, "replicate")["selected"] == 1
 
@@ -149,13 +166,15 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
     """What is older than the alert allows and not in the target is listed, with exit code 7."""
     _train(tmp_path, 1, 2)
     job = reading('[select]\nolder_than = "1d"\n[alert]\nnot_replicated_after = "1h"\n')
-    report = run_job(job, environment=_Later())  # type: ignore[arg-type]  # the rest is the system's
+    assert not run_job(job, environment=_Ahead()).overdue  # type: ignore[arg-type]  # the rest is the system's
+    _two_hours_pass(tmp_path / "hot")
+    report = run_job(job)
     assert [late.step for late in report.overdue] == [1, 2]
     assert report.exit_code == 7
     text = exposition(report.name, report, now_s=5.0)
     assert 'ckptstore_job_overdue_versions{job_name="nightly"} 2' in text
     assert 'ckptstore_job_ok{job_name="nightly"} 0' in text
-    done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'), environment=_Later())  # type: ignore[arg-type]
+    done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'))
     assert done.ok
     assert not done.overdue
 
@@ -296,7 +315,8 @@ def test_overdue_versions_are_told_whatever_is_copied(tmp_path: Path, reading: R
     """`since_s` narrows what is copied, not what is told; damaged replicas are no replicas."""
     _train(tmp_path, 1)
     job = reading('[alert]\nnot_replicated_after = "1h"\n')
-    report = run_job(job, since_s=4e9, environment=_Later())  # type: ignore[arg-type]
+    _two_hours_pass(tmp_path / "hot")
+    report = run_job(job, since_s=4e9)
     assert _step(report, "replicate")["selected"] == 0
     assert [late.step for late in report.overdue] == [1]
     again = run_job(job, since_s=4e9, since_target="0" * 32)  # of another target
@@ -304,11 +324,51 @@ def test_overdue_versions_are_told_whatever_is_copied(tmp_path: Path, reading: R
 
 
 def test_what_was_too_young_is_covered_later(tmp_path: Path, reading: Reading) -> None:
-    """A success covers what was old enough for it, and says so."""
+    """A success covers what was old enough for it by the storage's clock, and says so."""
     _train(tmp_path, 1)
-    report = run_job(reading('[select]\nolder_than = "1h"\n'))
-    began, covered = map(datetime.fromisoformat, (report.began_at, report.covered_until))
-    assert (began - covered).total_seconds() == 3600
+    marks = []
+    for name in ("before", "after"):
+        (tmp_path / name).touch()
+        marks.append((tmp_path / name).stat().st_mtime - 3600)
+        if name == "before":
+            job = reading('[select]\nolder_than = "1h"\n')
+            report = run_job(job, environment=_Ahead())  # type: ignore[arg-type]
+    covered = datetime.fromisoformat(report.covered_until).timestamp()
+    assert int(marks[0]) <= covered <= marks[1]
+
+
+def test_a_machine_that_is_ahead_covers_what_it_saw(
+    tmp_path: Path, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the source may not be written, the machine's clock covers no version of the future."""
+
+    def denied(_: Repo) -> float:
+        raise StoragePermissionError("put probe/0-clock: HTTP 403 AccessDenied")
+
+    monkeypatch.setattr(storage_times, "storage_now", denied)
+    ahead_ms = _Ahead().now_ms()
+    monkeypatch.setattr(SystemEnvironment, "now_ms", lambda _: ahead_ms)
+    _train(tmp_path, 1)
+    job = reading()
+    newest = max((tmp_path / "hot" / "commits").rglob("*.json"), key=lambda path: path.name)
+    report = run_job(job)  # which commits, too
+    covered = datetime.fromisoformat(report.covered_until).timestamp()
+    assert covered == int(newest.stat().st_mtime)
+    with ckptstore.open(tmp_path / "hot") as hot:
+        hot.run("gpt").save({"w": torch.ones(3)}, step=99)
+    again = run_job(job, since_s=covered, since_target=report.target_id)
+    assert _step(again, "replicate")["copied"] == 1
+
+
+def test_versions_that_are_newer_than_now_are_no_exception(
+    tmp_path: Path, reading: Reading
+) -> None:
+    """As where the storage tells no times: they are copied, unless they must have some age."""
+    _train(tmp_path, 1)
+    _two_hours_pass(tmp_path / "hot", -7200)
+    aged = run_job(reading('[select]\nsince = "1d"\nolder_than = "1h"\n'))
+    assert _step(aged, "replicate")["selected"] == 0
+    assert _step(run_job(reading('[select]\nsince = "1d"\n')), "replicate")["selected"] == 1
 
 
 def test_reports_tell_no_secrets(reading: Reading, tmp_path: Path) -> None:
@@ -332,7 +392,8 @@ def test_retention_of_the_source_waits_for_the_copy(tmp_path: Path, reading: Rea
     assert _step(report, "retain-source")["changes"] == 1
     with ckptstore.open(tmp_path / "hot") as hot:
         assert [v.step for v in hot.versions()] == [2, 3]
-    assert run_job(job, environment=_Later()).ok  # type: ignore[arg-type]
+    _two_hours_pass(tmp_path / "hot")
+    assert run_job(job).ok
     with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
         assert [v.step for v in hot.versions()] == [3]
         assert [v.step for v in cold.versions() if v.level == "full"] == [2, 3]

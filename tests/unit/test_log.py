@@ -17,7 +17,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import run_ops
+from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import encode_commit
 from ckptstore.catalog.log import Build, Log
@@ -27,7 +27,9 @@ from ckptstore.errors import (
     AmbiguousWriteError,
     CommitConflictError,
     CorruptObjectError,
+    IntegrityError,
     InvalidInputError,
+    ObjectExistsError,
     ObjectNotFoundError,
     ReadOnlyError,
     RunNotFoundError,
@@ -38,7 +40,7 @@ from ckptstore.errors import (
     UnsupportedFeatureError,
 )
 from ckptstore.format.framing import decode_envelope, encode_envelope
-from ckptstore.format.keys import COMMITS_PREFIX, commit_key
+from ckptstore.format.keys import COMMITS_PREFIX, commit_key, snapshot_key
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Saving = Callable[..., Build]
@@ -768,6 +770,60 @@ def test_an_overwritten_commit_is_noticed_at_the_next(
     assert memory.get(commit_key(1), bytes_max=10**6) != mine
     with pytest.raises(CommitConflictError, match="replaced"):
         one.append(saving("one", step=1))
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+def test_a_single_writer_does_not_believe_a_short_listing(
+    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving, shown: int
+) -> None:
+    """A listing that lacks the last commits is damage: nothing is written over what it hides."""
+    writer = Log(memory, single_writer=True)
+    for step in range(3):
+        writer.append(saving(step=step))
+    before = {key: memory.get(key, bytes_max=10**6) for key in commits_of(memory)}
+    hook = Hook(memory)
+    hook.on_list = lambda prefix, after: iter(
+        [info for info in memory.list(prefix, after=after) if info.key <= commit_key(shown)]
+    )
+    writes: list[str] = []
+    hook.on_put = lambda key, _data: writes.append(key)
+    with pytest.raises(IntegrityError, match="not listed") as caught:
+        Log(hook, environment, single_writer=True).append(saving("other"))
+    assert caught.value.hint
+    assert not writes
+    assert {key: memory.get(key, bytes_max=10**6) for key in commits_of(memory)} == before
+
+
+def test_a_single_writer_does_not_go_on_before_its_newest_snapshot(
+    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
+) -> None:
+    """A log that ends before a sound snapshot has lost commits; a damaged snapshot says nothing."""
+    writer = Log(memory, single_writer=True)
+    for step in range(3):
+        writer.append(saving(step=step))
+    assert snapshots.write(memory, writer.catalog, single_writer=True)
+    for number in (2, 3):
+        memory.delete(commit_key(number))
+    with pytest.raises(IntegrityError, match="the log ends before"):
+        Log(memory, environment, single_writer=True).append(saving("other"))
+    assert len(commits_of(memory)) == 1
+    memory.delete(snapshot_key(3))
+    memory.put(snapshot_key(3), b"damaged")
+    assert Log(memory, environment, single_writer=True).append(saving("other")).number == 2
+
+
+def test_a_taken_commit_is_another_writers(
+    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
+) -> None:
+    """Storage that refuses to replace a commit tells of a second writer."""
+    hook = Hook(memory)
+
+    def taken(key: str, _data: bytes) -> None:
+        raise ObjectExistsError(key)
+
+    hook.on_put = taken
+    with pytest.raises(CommitConflictError, match="two writers"):
+        Log(hook, environment, single_writer=True).append(saving())
 
 
 def test_single_writers_one_after_another(memory: MemoryBackend, saving: Saving) -> None:

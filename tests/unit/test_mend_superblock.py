@@ -104,10 +104,7 @@ def test_a_size_of_chunks_that_is_a_guess_is_said_to_be_one(place: Path) -> None
     assert f"saved here say {CHUNK_BYTES} (2), {CHUNK_BYTES * 2} (1)" in found.why
     assert superblock(place)["chunk_bytes"] == CHUNK_BYTES
 
-    with (
-        ckptstore.open(place.parent / "b", create=True) as target,
-        ckptstore.open(place) as store,
-    ):
+    with ckptstore.open(place.parent / "b", create=True) as target, ckptstore.open(place) as store:
         store.fork("r@3", "fork", store=target)
     (place.parent / "b" / STORE_KEY).unlink()
     found = ckptstore.mend_superblock(place.parent / "b")

@@ -169,13 +169,7 @@ def test_a_failing_read_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     items = [ReadItem(row=row, out=None, label="w") for row in range(0, 100, 2)]
 
     with pytest.raises(StorageError, match="cannot be read"):
-        read_pieces(
-            written.table,
-            items,
-            backend=far,
-            options=Options(workers=4),
-            progress=silent,
-        )
+        read_pieces(written.table, items, backend=far, options=Options(workers=4), progress=silent)
 
     assert far.reads == 4
     assert not threads_left()
@@ -347,9 +341,7 @@ def test_an_interrupted_program_ends_and_leaves_nothing_behind(tmp_path: Path) -
 
     folder = tmp_path / "store"
     with subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
         try:
             assert program.stdout is not None

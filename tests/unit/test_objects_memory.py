@@ -73,17 +73,15 @@ def test_raw_chunks_go_through_no_other_memory(
     """What a load of raw chunks holds besides the destination are headers and gaps, not chunks."""
     state = {f"w{n}": torch.arange(300_000, dtype=torch.float32) * n for n in range(1, 7)}
     sizes: list[int] = []
-    arena = piece_reader._ReadBuffer.arena
+    arena = piece_reader._Rooms.arena
 
-    def seen(
-        self: piece_reader._ReadBuffer, size: int, *, second: bool = False
-    ) -> piece_reader._Arena:
+    def seen(self: piece_reader._Rooms, size: int, *, second: bool = False) -> piece_reader._Arena:
         sizes.append(size)
         return arena(self, size, second=second)
 
     with ckptstore.open(tmp_path / "ckpts", create=True, chunk_bytes=MIB) as store:
         store.run("gpt").save(state, step=1, codec="raw")
-        monkeypatch.setattr(piece_reader._ReadBuffer, "arena", seen)
+        monkeypatch.setattr(piece_reader._Rooms, "arena", seen)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         store.run("gpt").load(into=into)
     assert all(torch.equal(into[name], tensor) for name, tensor in state.items())

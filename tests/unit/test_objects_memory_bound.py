@@ -14,6 +14,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Options
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.threads import in_threads
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
@@ -52,16 +53,15 @@ class _Wide(WrapperBackend):
             self.in_flight -= size
 
 
-@pytest.mark.parametrize(
-    ("codec", "held"), [("raw", 2), ("planes", 2), ("delta", 4)], ids=["raw", "planes", "deltas"]
-)
+@pytest.mark.parametrize("codec", ["raw", "planes", "delta"])
 @pytest.mark.parametrize("budget", [1, 1 << 20, 5 << 20])
 def test_bytes_in_flight_stay_within_the_budget(
-    codec: str, held: int, budget: int, monkeypatch: pytest.MonkeyPatch
+    codec: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many threads as the budget allows, whatever concurrency the storage likes; at least one.
 
-    Each holds a request and the chunk that it decodes, and as much again for bases of deltas.
+    Each holds what it decodes; of deltas a request and a chunk, and as much again for bases. Raw
+    chunks are received where they belong, and take no memory besides.
     """
     memory = MemoryBackend(f"bound/{codec}/{budget}")
     noise = torch.Generator().manual_seed(1)
@@ -71,7 +71,10 @@ def test_bytes_in_flight_stay_within_the_budget(
         for step in range(2):
             state["w"] += torch.randn(len(state["w"]), generator=noise) * 1e-4
             version = store.run("gpt").save(state, step=step)
-        assert (store.repo.manifests.load(version).pieces.base is not None) == (codec == "delta")
+        pieces = store.repo.manifests.load(version).pieces
+    assert (pieces.base is not None) == (codec == "delta")
+    two = 2 * int(pieces.stored.max()) * 9 // 8  # of chunks that one request fetches
+    spans, held = {"raw": (48, 1), "planes": (24, two), "delta": (48, 4 * READ_BYTES)}[codec]
     wide = _Wide(memory)
 
     def counted(count: int, *args: object, **names: object) -> None:
@@ -84,7 +87,9 @@ def test_bytes_in_flight_stay_within_the_budget(
         assert torch.equal(store.load("gpt@1")["w"], state["w"])
 
     threads = wide.together.parties
-    assert threads == max(1, min(48, budget // (held * READ_BYTES)))
+    allowed = max(1, min(spans, budget // held))
+    assert threads in {allowed, min(spans, allowed + 1)}  # chunks differ by a few bytes
+    if codec == "planes" and threads > 1:
+        assert wide.most - 2 * threads * CHUNK_HEADER_BYTES <= budget
     if threads > 1:
-        assert wide.most * held <= budget
         assert wide.most > (threads - 1) * CHUNK_BYTES // 2  # they did read at once

@@ -76,9 +76,7 @@ def test_equal_tensors_of_one_save_are_stored_once(metered: MeteredBackend) -> N
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
-def test_a_state_that_did_not_change_costs_a_manifest_and_a_commit(
-    metered: MeteredBackend,
-) -> None:
+def test_a_state_that_did_not_change_costs_a_manifest_and_a_commit(metered: MeteredBackend) -> None:
     """Saving it again opens no pack: one put, one put-if-absent, no byte of a tensor."""
     state = {"w": noise(1, 64), "s": [noise(n, 1)[:, :64].clone() for n in range(2, 50)]}
     with store_on(metered) as store:

@@ -105,11 +105,7 @@ def test_noise_does_not_flap(rates: tuple[float, float]) -> None:
     for turn in range(30):
         noise = 1 + 0.05 * (-1) ** turn
         chosen += run(
-            pace,
-            raw=rates[0] * noise * GB,
-            planes=rates[1] / noise * GB,
-            storage=1.5 * GB,
-            saves=1,
+            pace, raw=rates[0] * noise * GB, planes=rates[1] / noise * GB, storage=1.5 * GB, saves=1
         )
     assert sum(one != other for one, other in itertools.pairwise(chosen)) <= 2
 
@@ -182,12 +178,7 @@ def test_what_does_not_compress_stays_raw() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"new_bytes": BIG - 1},
-        {"total_bytes": 2 * 10**9 + 1},
-        {"wall_s": 0.0},
-    ],
+    "changes", [{"new_bytes": BIG - 1}, {"total_bytes": 2 * 10**9 + 1}, {"wall_s": 0.0}]
 )
 def test_short_saves_teach_nothing(changes: dict[str, object]) -> None:
     """A small save, one that shared most of its pieces, and a clock that stands, are no sample."""

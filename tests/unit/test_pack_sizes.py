@@ -65,12 +65,27 @@ def test_packs_that_leave_as_they_are_written_have_one_size(
 ) -> None:
     """The backend's own, from the first on: nothing waits for a pack to be full."""
     plan = plan_packs(
-        total,
-        _capabilities(pack_bytes=whole, part_bytes=whole - 1),
-        threads=2,
-        memory_bytes=memory,
+        total, _capabilities(pack_bytes=whole, part_bytes=0), threads=2, memory_bytes=memory
     )
     assert plan.closed_at(0) == plan.closed_at(9) == whole
+
+
+@given(total=st.integers(0, 1 << 50), memory=st.integers(0, GIB), threads=st.integers(1, 16))
+def test_packs_in_parts_stay_within_the_memory(total: int, memory: int, threads: int) -> None:
+    """The parts that are held at most fit into it, or all packs do; one is always begun."""
+    plan = plan_packs(
+        total,
+        _capabilities(pack_bytes=64 * MIB, part_bytes=limits.PART_BYTES),
+        threads=threads,
+        memory_bytes=memory,
+    )
+    whole = plan.most_bytes + limits.CHUNK_BYTES_DEFAULT
+    held = min(limits.PARTS_HELD_MAX * limits.PART_BYTES, plan.at_once * whole)
+    assert held <= memory or plan.at_once == 1
+    assert limits.PACK_BYTES_MIN <= plan.most_bytes <= 64 * MIB
+    assert plan.closed_at(0) == plan.closed_at(9) == plan.most_bytes
+    if memory >= limits.PARTS_HELD_MAX * limits.PART_BYTES:
+        assert plan.at_once * 64 * MIB > held, "the packs do not reach all connections"
 
 
 @given(total=st.integers(0, 1 << 40), beyond=st.integers(1, 1 << 50), memory=st.integers(0, GIB))
@@ -149,7 +164,7 @@ class _Finishers:
 
 def test_a_write_returns_once_its_packs_are_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the threads are that make packs durable: a commit may name them afterwards."""
-    monkeypatch.setattr(packs, "ThreadPoolExecutor", _Finishers)
+    monkeypatch.setattr(packs, "Threads", _Finishers)
     backend = MemoryBackend("pack-sizes/late")
     sink = packs.PackSink(backend, SYSTEM, plan_packs(1, CAPABILITIES, threads=1, memory_bytes=GIB))
     chunk = encode(memoryview(b"x"), Layout.BYTES, "raw")

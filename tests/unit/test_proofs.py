@@ -31,6 +31,8 @@ State = dict[str, torch.Tensor]
 ROWS = 700
 """Of 1000 elements: a master of three pieces in chunks of 1 MiB."""
 CHUNK = 1 << 20
+LOOKED_AT = 8 * 1024
+"""Elements of a tensor that are compared before all of it is."""
 
 
 @pytest.fixture
@@ -74,10 +76,10 @@ def _derived(version: Version) -> int:
 def _casts(
     proof: Callable[..., None] = cast_elements, sample: Callable[..., None] = cast_elements
 ) -> Iterator[None]:
-    """Have other functions cast whole tensors, and the 64 elements that the search looks at."""
+    """Have other functions cast whole tensors, and the elements that are looked at before."""
 
     def cast(*args: Any) -> None:  # noqa: ANN401 - as the function
-        (sample if len(args[2]) == 64 * 4 else proof)(*args)
+        (sample if len(args[2]) <= LOOKED_AT * 4 else proof)(*args)
 
     with patch.object(derived_check, "cast_elements", cast):
         yield

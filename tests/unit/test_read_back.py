@@ -29,9 +29,9 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.copying import ReadBack, copy_chunks
+from ckptstore.objects.joining import join_chunks
 from ckptstore.objects.packs import PackPlan, PackSink
 from ckptstore.objects.piece_reader import ReadItem
-from ckptstore.objects.plan import join_chunks
 
 Rows = dict[str, Sequence[IndexRow]]
 
@@ -66,9 +66,7 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
     return target, rows, check
 
 
-def test_a_flip_anywhere_in_a_chunk_is_found(
-    written: tuple[MemoryBackend, Rows, ReadBack],
-) -> None:
+def test_a_flip_anywhere_in_a_chunk_is_found(written: tuple[MemoryBackend, Rows, ReadBack]) -> None:
     """In its header, at its beginning, in its middle, at its end."""
     target, rows, check = written
     tries = 0
@@ -198,9 +196,7 @@ def test_an_abort_ends_what_is_still_read() -> None:
     sink.abort()
 
 
-def test_reading_asks_before_each_request(
-    written: tuple[MemoryBackend, Rows, ReadBack],
-) -> None:
+def test_reading_asks_before_each_request(written: tuple[MemoryBackend, Rows, ReadBack]) -> None:
     """Whether it is to go on: else nothing is read."""
     target, rows, _ = written
     watched = _Altering(target)
@@ -223,8 +219,5 @@ def _table(store: ckptstore.Store) -> PieceTable:
 
 def _with_id(row: IndexRow, chunk_id: bytes) -> IndexRow:
     return IndexRow(
-        chunk_id=chunk_id,
-        offset=row.offset,
-        stored_bytes=row.stored_bytes,
-        raw_bytes=row.raw_bytes,
+        chunk_id=chunk_id, offset=row.offset, stored_bytes=row.stored_bytes, raw_bytes=row.raw_bytes
     )

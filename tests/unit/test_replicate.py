@@ -404,10 +404,7 @@ def test_a_target_that_is_read_only(backends: Backends) -> None:
     source, memory = _store(backends()), backends()
     source.run("gpt").save(_state(1), step=1)
     _store(memory)
-    with (
-        ckptstore.open(memory.url, read_only=True) as target,
-        pytest.raises(ReadOnlyError),
-    ):
+    with ckptstore.open(memory.url, read_only=True) as target, pytest.raises(ReadOnlyError):
         source.replicate(target)
 
 

@@ -148,10 +148,7 @@ def test_a_collection_between_look_and_commit(backends: Callable[[], MemoryBacke
         source.run("a").save(_state(), step=1, codec="raw")
         _interrupted(source, inner)
         fault = Fault(
-            calls=frozenset({"put", "put_if_absent"}),
-            times=0,
-            when=When.CALLBACK,
-            callback=collect,
+            calls=frozenset({"put", "put_if_absent"}), times=0, when=When.CALLBACK, callback=collect
         )
         with _store(FaultyBackend(inner, fault)) as target:
             report = source.replicate(target)

@@ -17,6 +17,7 @@ import pytest
 from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
+from ckptstore.backends import posix_reserve
 from ckptstore.backends.base import Backend, Capabilities, ObjectInfo, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
@@ -81,13 +82,13 @@ def test_create_then_open(memory: MemoryBackend, environment: SimulatedEnvironme
 
 
 def test_create_by_url_runs_the_real_probe_and_leaves_nothing_else(tmp_path: Path) -> None:
-    """On a real file system: probed, created, one object, and open to commits."""
+    """On a real file system: probed, created, one object, and open to commits, with a reserve."""
     url = str(tmp_path / "store")
     with create_repo(url) as repo:
         assert repo.superblock.put_if_absent == "atomic"
         repo.check_writable()
     left = sorted(str(p.relative_to(url)) for p in Path(url).rglob("*") if p.is_file())
-    assert left == [STORE_KEY]
+    assert left == [posix_reserve.NAME, STORE_KEY]
     with open_repo(url) as repo:
         assert repo.catalog.number == 0
 
@@ -172,10 +173,7 @@ def test_a_chunk_size_out_of_bounds_is_refused(memory: MemoryBackend, chunk_byte
 @pytest.mark.parametrize("error", [AmbiguousWriteError, TransientStorageError])
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 def test_a_lost_reply_while_creating(
-    memory: MemoryBackend,
-    environment: SimulatedEnvironment,
-    error: type[StorageError],
-    when: When,
+    memory: MemoryBackend, environment: SimulatedEnvironment, error: type[StorageError], when: When
 ) -> None:
     """Request or answer lost: the store is there once, and is this creator's."""
     fault = Fault(calls=frozenset({"put_if_absent"}), when=when, error=lambda: error("lost"))

@@ -106,10 +106,7 @@ def test_what_another_run_or_store_holds_does_not_count(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To have loaded a pretrained model from elsewhere is not to have resumed this run."""
-    with (
-        ckptstore.open(tmp_path / "other", create=True) as other,
-        ckptstore.open(folder) as store,
-    ):
+    with ckptstore.open(tmp_path / "other", create=True) as other, ckptstore.open(folder) as store:
         other.run("gpt").save(_state(1), step=1)
         other.load("gpt")
         store.run("base").save(_state(1), step=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from ckptstore.catalog.retention import RunPlan, plan, plan_run
 from ckptstore.errors import RunNotFoundError
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
-from ckptstore.model import RoleBytes
+from ckptstore.model import RoleBytes, Version
 
 BOTH = {
     "weights": RoleBytes(logical=100, new=100, stored=60),
@@ -90,8 +91,8 @@ class Story:
 
     def plan(self, *, hours_later: float = 0, **rules: Any) -> RunPlan:  # noqa: ANN401
         """Plan for the run under a policy."""
-        now_ms = self.environment.now_ms() + int(hours_later * 3_600_000)
-        return plan_run(self.log.catalog, "gpt", Policy.parse(**rules), now_ms=now_ms)
+        times = Recorded(self.environment.now_ms() / 1000 + hours_later * 3600)
+        return plan_run(self.log.catalog, "gpt", Policy.parse(**rules), times=times)
 
     def carry_out(self, found: RunPlan) -> None:
         """Do what a plan says."""
@@ -101,6 +102,21 @@ class Story:
         for decision in found.changes:
             if decision.fate != "gone":
                 self.age(decision.version.id, decision.fate)
+
+
+@dataclass
+class Recorded:
+    """A storage that stores a version when its writer says that it was saved."""
+
+    now_s: float
+
+    def saved_s(self, version: Version) -> float:
+        """Return the time that was recorded."""
+        return version.created_at.timestamp()
+
+    def age_s(self, version: Version) -> float:
+        """Return the age by that."""
+        return self.now_s - self.saved_s(version)
 
 
 def _pointer(named: str) -> ManifestPointer:
@@ -316,14 +332,14 @@ def test_runs_have_their_own_policy_or_the_stores() -> None:
     for run in ("gpt", "own", "odd"):
         for step in range(4):
             story.save(step, run=run)
-    assert all(p.policy is None for p in plan(story.log.catalog, now_ms=0))
+    assert all(p.policy is None for p in plan(story.log.catalog, times=Recorded(0)))
     for run, policy in (("", {"full": ["last 2"]}), ("own", {"full": ["all"]}), ("odd", {"x": 1})):
         story.log.append(partial(lifecycle_ops.set_policy, run=run, policy=policy))
-    gpt, own, odd = plan(story.log.catalog, now_ms=story.environment.now_ms())
+    gpt, own, odd = plan(story.log.catalog, times=Recorded(0))
     assert (kept(gpt), len(kept(own))) == ([2, 3], 4)
     assert "no 'x'" in odd.refused
     with pytest.raises(RunNotFoundError):
-        plan(story.log.catalog, run="none", now_ms=0)
+        plan(story.log.catalog, run="none", times=Recorded(0))
 
 
 RULES = st.sampled_from(

@@ -55,7 +55,7 @@ class Wire:
 
     def put(self, data: bytes) -> dict[str, str]:
         """Return the headers with which `data` would be sent."""
-        self.calls.put({"Bucket": "b", "Key": "k"}, memoryview(data))
+        self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(data))
         assert self.body == data
         assert int(self.headers["content-length"]) == len(data)
         return self.headers

@@ -249,10 +249,7 @@ def test_a_change_between_staging_and_writing_is_refused_by_name(
     with _held(backend, engine=engine_name) as store:
         run = store.run("gpt")
         backend.hold()
-        state: dict[str, Any] = {
-            "a": torch.randn(2_000_000),
-            "z": {"last": torch.randn(500_000)},
-        }
+        state: dict[str, Any] = {"a": torch.randn(2_000_000), "z": {"last": torch.randn(500_000)}}
         pending = run.save_async(state, step=1)
         backend.wait_held()
         (arena,) = store._saver.dispatcher._pool._lent.values()
@@ -617,7 +614,7 @@ def test_an_error_while_staging_in_the_background(
     def broken(*_: object) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("ckptstore.saver.staging.Staging.copy", broken)
+    monkeypatch.setattr("ckptstore.saver.staging.Staging.settle", broken)
     run = store.run("gpt")
     pending = run.save_async(_state(), step=1, stage="background")
     with pytest.raises(MemoryError):
@@ -628,7 +625,7 @@ def test_an_error_while_staging_in_the_background(
     size = store._saver.dispatcher.size_bytes
     run.save_async(_state(), step=2).result()
     assert store._saver.dispatcher.size_bytes == size
-    monkeypatch.setattr("ckptstore.saver.staging.Staging.copy", broken)
+    monkeypatch.setattr("ckptstore.saver.staging.Staging.settle", broken)
     with pytest.raises(MemoryError):
         run.save_async(_state(), step=3)
     monkeypatch.undo()

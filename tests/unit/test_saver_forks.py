@@ -101,6 +101,7 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
 def test_a_forked_child_keeps_its_own_memory(tmp_path: Path, engine: str, close: bool) -> None:
     """What it allocates outlives the parent's saver in it, whose mappings end with a save."""
     elements = 4_000_000
+    gc.collect()  # garbage of other tests, whose libraries may not be finalised in a fork
     with ckptstore.open(tmp_path / "s", create=True, engine=engine) as store:
         run = store.run("gpt")
         run.save_async(_state(elements=elements), step=1).result(_PATIENCE_S)

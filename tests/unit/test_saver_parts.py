@@ -17,17 +17,9 @@ import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.log import Build, Log
 from ckptstore.config import memory_bytes
-from ckptstore.errors import (
-    InvalidInputError,
-    LimitError,
-    OperationCancelledError,
-    TornStateError,
-    VersionNotFoundError,
-)
+from ckptstore.errors import LimitError, OperationCancelledError, TornStateError
 from ckptstore.events import Events, SaveEvent
 from ckptstore.hashing import xxh3_64
-from ckptstore.integrations import receipt_plots
-from ckptstore.integrations.receipt_plots import plot_receipts
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
 from ckptstore.saver.arena import Arena, ArenaPool
@@ -315,35 +307,6 @@ def test_text_for_prometheus(memory: MemoryBackend, saving: Callable[..., Build]
             assert float(value) >= 0
             assert name.split("{")[0] in names
     assert "ckptstore_saves_total" not in exposition(log.refresh())
-
-
-@pytest.mark.slow
-def test_receipts_can_be_drawn(tmp_path: Path) -> None:
-    """One run or all; the file is the same each time; what cannot be drawn is said."""
-    from matplotlib.figure import Figure
-
-    with ckptstore.open(tmp_path / "s", create=True) as store:
-        with pytest.raises(VersionNotFoundError, match="no version"):
-            plot_receipts(store, tmp_path / "none.svg")
-        for step in range(3):
-            store.run("gpt").save({"w": torch.randn(1000)}, step=step)
-            store.run("ft").save({"w": torch.randn(1000)}, step=step)
-        plot_receipts(store, tmp_path / "a.svg")
-        plot_receipts(store, tmp_path / "b.svg")
-        plot_receipts(store, tmp_path / "gpt.png", run="gpt")
-        versions = store.versions()
-        figure = Figure()
-        receipt_plots._draw(figure, versions, None)
-        for line in (line for axes in figure.axes for line in axes.lines):
-            runs = {versions[int(place)].run for place in np.asarray(line.get_xdata())}
-            assert len(runs) == 1, "a line joins versions of one run"
-        with pytest.raises(InvalidInputError, match="does not end in one of"):
-            plot_receipts(store, tmp_path / "a.jpeg")
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    for words in ("training stood still", "encoding", "ft@2", "stored"):
-        assert words in text
-    assert (tmp_path / "gpt.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_store_tells_its_figures(tmp_path: Path) -> None:

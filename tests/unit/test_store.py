@@ -488,3 +488,32 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match="is closed"):
             call()
     store.close()
+
+
+def test_stores_and_runs_are_containers(store: ckptstore.Store) -> None:
+    """Stores of runs, runs of versions: length, iteration, ``in`` and brackets; never false."""
+    run = store.run("gpt", metrics={"loss": "min"})
+    assert (bool(store), len(store), list(store)) == (True, 0, [])
+    assert (bool(run), len(run), list(run)) == (True, 0, [])
+    assert "gpt" not in store
+    for step in (100, 140):
+        run.save({"w": torch.full((3,), float(step))}, step=step, metrics={"loss": -step})
+    assert (len(store), [one.name for one in store]) == (1, ["gpt"])
+    assert (len(run), [one.step for one in run]) == (2, [100, 140])
+    assert all(ref in store for ref in ("gpt", "gpt@100", "gpt@best:loss"))
+    assert not any(ref in store for ref in ("other", "gpt@3", "gpt@no such", "", 7))
+    assert 140 in run
+    assert "best:loss" in run
+    assert 141 not in run
+    assert None not in run
+    found = store["gpt"]
+    assert isinstance(found, ckptstore.Run)
+    assert len(found) == 2
+    best = store["gpt@best:loss"]
+    assert isinstance(best, ckptstore.LazyVersion)
+    assert run[140]["w"].load().tolist() == best["w"].load().tolist() == [140.0] * 3
+    for ref in ("other", "gpt@7"):
+        with pytest.raises(LookupError):
+            store[ref]
+    with pytest.raises(LookupError):
+        run[7]

@@ -487,9 +487,7 @@ def test_the_key_of_an_encrypted_replica_is_asked_for_where_it_is_given(
         assert_same(store.load("gpt@1"), 1)
 
 
-def test_a_version_that_other_stores_have_is_told_of_where_none_has_a_name(
-    tmp_path: Path,
-) -> None:
+def test_a_version_that_other_stores_have_is_told_of_where_none_has_a_name(tmp_path: Path) -> None:
     """The error names the stores that are noted to have it, and how a name is given."""
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
         hot.run("gpt").save(state_of(1), step=1)

@@ -18,12 +18,7 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.replica_ops import name_replica
-from ckptstore.errors import (
-    InvalidInputError,
-    NotFoundError,
-    NotReplicatedError,
-    StorageError,
-)
+from ckptstore.errors import InvalidInputError, NotFoundError, NotReplicatedError, StorageError
 from ckptstore.events import SaveEvent
 from ckptstore.replicas.writeback import WriteBack
 from ckptstore.repo import create_on

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from ckptstore.integrations.libraries import on_first_use
 
 if TYPE_CHECKING:
     from ckptstore.integrations.dcp.directory import import_directory
@@ -24,10 +25,4 @@ _LAZY = {
 }
 
 if not TYPE_CHECKING:  # so that type checkers still report misspelled names
-
-    def __getattr__(name: str) -> object:
-        """Import the module behind a name (PEP 562)."""
-        if name in _LAZY:
-            return getattr(importlib.import_module(_LAZY[name]), name)
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+    __getattr__ = on_first_use(__name__, _LAZY)

@@ -12,20 +12,18 @@ import itertools
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.chunking import in_batches
 from ckptstore.config import check_choice
-from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
@@ -40,8 +38,7 @@ from ckptstore.tensors.tensor_bytes import dtype_text
 METADATA_FILE: Final = ".metadata"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
+class _Item(NamedTuple):
     """One chunk of a tensor, or one value."""
 
     name: str
@@ -109,10 +106,12 @@ def import_directory(
     )
     catalog = repo.refresh()
     check_wishes(repo.catalog, request)
-    parent = catalog.head(run) if catalog.has_run(run) else None
-    shared = [] if parent is None else shareable(store.repo, parent)
+    shared = shareable(repo, catalog.head(run) if catalog.has_run(run) else None)
     try:
-        described = read_metadata(_metadata_bytes(folder), where=str(folder / METADATA_FILE))
+        file = folder / METADATA_FILE
+        with file.open("rb") as opened:
+            data = opened.read(limits.DCP_METADATA_BYTES_MAX + 1)
+        described = read_metadata(data, where=str(file))
         paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
         items = _items(described)
         total = sum(item.nbytes for item in items)
@@ -141,11 +140,6 @@ def _origin(folder: Path) -> dict[str, Any]:
     return {"import": {"format": "torch.distributed.checkpoint", "files": [folder.name]}}
 
 
-def _metadata_bytes(folder: Path) -> bytes:
-    with (folder / METADATA_FILE).open("rb") as file:
-        return file.read(limits.DCP_METADATA_BYTES_MAX + 1)
-
-
 def _items(described: Described) -> list[_Item]:
     """Return everything to read, in the order of the files."""
     items: list[_Item] = []
@@ -156,24 +150,13 @@ def _items(described: Described) -> list[_Item]:
             # A chunk is stored as a file of torch.save: it cannot exceed that, whatever it claims.
             if nbytes > place.length:
                 msg = f"{name!r}: {nbytes} bytes cannot be in {place.length} of {place.file}"
-                raise FormatError(msg, hint="extensions that compress are not read")
-            items.append(
-                _Item(
-                    name=name,
-                    place=place,
-                    nbytes=nbytes,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    box=box,
-                )
-            )
-    items += [_Item(name=n, place=p, nbytes=p.length) for n, p in described.values.items()]
+                raise errors.FormatError(msg, hint="extensions that compress are not read")
+            items.append(_Item(name, place, nbytes, tensor.dtype, tensor.shape, box))
+    items += [_Item(name, place, place.length) for name, place in described.values.items()]
     for item in items:
-        if item.place.transforms:
-            msg = (
-                f"{item.name!r} was transformed by an extension: {', '.join(item.place.transforms)}"
-            )
-            raise FormatError(msg, hint="load it with torch, and save the state")
+        if names := ", ".join(item.place.transforms):
+            msg = f"{item.name!r} was transformed by an extension: {names}"
+            raise errors.FormatError(msg, hint="load it with torch, and save the state")
     return sorted(items, key=lambda item: (item.place.file, item.place.offset))
 
 
@@ -183,48 +166,46 @@ def _read(folder: Path, item: _Item) -> bytes:
     root = folder.resolve()
     file = (root / place.file).resolve()
     if not file.is_relative_to(root):
-        msg = f"{place.file} is a link that leads out of {folder}"
-        raise FormatError(msg)
+        raise errors.FormatError(f"{place.file} is a link that leads out of {folder}")
     try:
         opened = file.open("rb")
     except FileNotFoundError as error:
         msg = f"{item.name!r} is in {place.file} by the metadata, and {folder} has no such file"
-        raise ObjectNotFoundError(msg, hint="the checkpoint is incomplete") from error
+        raise errors.ObjectNotFoundError(msg, hint="the checkpoint is incomplete") from error
     with opened:
         size = os.fstat(opened.fileno()).st_size
         if place.offset + place.length > size:
             msg = f"{item.name!r} ends at byte {place.offset + place.length} of {file}, of {size}"
-            raise FormatError(msg, hint="the directory is incomplete")
+            raise errors.FormatError(msg, hint="the directory is incomplete")
         opened.seek(place.offset)
         data = opened.read(place.length)
     check_archive(io.BytesIO(data), len(data), f"{item.name!r} in {file}")
     return data
 
 
-def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a plain value
+def _loaded(folder: Path, item: _Item) -> Any:  # a tensor or a plain value
     data = _read(folder, item)
     try:
         return unpickled(io.BytesIO(data))
     except pickle.UnpicklingError as error:
         msg = f"{item.name!r} in {item.place.file} needs more than weights_only=True allows"
-        raise PolicyError(
-            f"{msg}: {first_line(error)}",
-            hint="if you trust it, load it with dcp.load and save it with CkptStoreWriter",
-        ) from error
+        msg = f"{msg}: {first_line(error)}"
+        hint = "if you trust it, load it with dcp.load and save it with CkptStoreWriter"
+        raise errors.PolicyError(msg, hint=hint) from error
     except Exception as error:  # torch may raise any error on a hostile pickle
         msg = f"{item.name!r} in {item.place.file} is not sound: {first_line(error)}"
-        raise FormatError(msg) from error
+        raise errors.FormatError(msg) from error
 
 
 def _shard(folder: Path, item: _Item) -> Shard:
     tensor = _loaded(folder, item)
     if not isinstance(tensor, torch.Tensor):
         msg = f"{item.name!r} in {item.place.file} is a {type(tensor).__name__}, not a tensor"
-        raise FormatError(msg)
+        raise errors.FormatError(msg)
     said, sizes = (dtype_text(tensor.dtype), tuple(tensor.shape)), item.box[1]
     if said != (item.dtype, sizes):
         msg = f"{item.name!r} is {said[0]}{list(said[1])} in {item.place.file}, "
-        raise FormatError(f"{msg}but {item.dtype}{list(sizes)} by the metadata")
+        raise errors.FormatError(f"{msg}but {item.dtype}{list(sizes)} by the metadata")
     return Shard(name=item.name, shape=item.shape, offsets=item.box[0], tensor=tensor)
 
 
@@ -252,13 +233,13 @@ def _expanded(value: object, where: str, depth: int, known: dict[int, int]) -> i
     else:
         return 1
     if depth > limits.STATE_DEPTH_MAX:
-        raise LimitError(f"{where} is nested deeper than {limits.STATE_DEPTH_MAX} levels")
+        raise errors.LimitError(f"{where} is nested deeper than {limits.STATE_DEPTH_MAX} levels")
     count = known.get(id(value))
     if count is None:
         count = 1
         for one in below:
             count += _expanded(one, where, depth + 1, known)
             if count > limits.STATE_NODES_MAX:
-                raise LimitError(f"{where} has more than {limits.STATE_NODES_MAX} values")
+                raise errors.LimitError(f"{where} has more than {limits.STATE_NODES_MAX} values")
         known[id(value)] = count
     return count

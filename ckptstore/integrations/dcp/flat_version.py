@@ -16,14 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.errors import CorruptObjectError, InvalidInputError
@@ -201,45 +194,44 @@ class _Names(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._containers
 
-    def __missing__(self, name: str) -> BytesStorageMetadata:
+    def __missing__(self, name: str) -> dcp.BytesStorageMetadata:
         if name in self._containers:
-            return BytesStorageMetadata()
+            return dcp.BytesStorageMetadata()
         raise KeyError(name)
 
 
-def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
+def metadata_of(version: Version, entries: Mapping[str, Entry]) -> dcp.Metadata:
     """Return torch's metadata of a version.
 
     Each tensor is one chunk, whatever boxes it is stored in: a rank selects the pieces that it
     needs from the manifest when it reads.
     """
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     listed = {name: entry for name, entry in entries.items() if not entry.is_container}
     for name, entry in listed.items():
         if not entry.is_tensor:
-            described[name] = BytesStorageMetadata()
+            described[name] = dcp.BytesStorageMetadata()
             continue
         size = torch.Size(entry.shape)
-        whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-        described[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_named(entry.dtype)), size=size, chunks=[whole]
-        )
-    metadata = Metadata(
+        whole = dcp.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+        dtype = dcp.TensorProperties(dtype=dtype_named(entry.dtype))
+        described[name] = dcp.TensorStorageMetadata(properties=dtype, size=size, chunks=[whole])
+    metadata = dcp.Metadata(
         state_dict_metadata=_Names(described, entries.keys() - listed.keys()),
         planner_data={name: entry.path for name, entry in listed.items()},
-        storage_meta=StorageMeta(checkpoint_id=f"{version.run}@{version.step}", save_id=version.id),
+        storage_meta=dcp.StorageMeta(f"{version.run}@{version.step}", save_id=version.id),
     )
     set_version(metadata)
     _add_planners_own(metadata, version.metadata.get(PLANNERS_OWN))
     return metadata
 
 
-def set_version(metadata: Metadata) -> None:
+def set_version(metadata: dcp.Metadata) -> None:
     """Set the version of torch's metadata to that of the installed torch."""
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
-def _add_planners_own(metadata: Metadata, own: object) -> None:
+def _add_planners_own(metadata: dcp.Metadata, own: object) -> None:
     """Add a planner's own entries of the metadata on save; torch's own fields stay unchanged."""
     for name, value in own.items() if isinstance(own, dict) else ():
         if name == "planner_data":

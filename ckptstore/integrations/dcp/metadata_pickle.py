@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, NoReturn
 
-from ckptstore import limits
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    FormatError,
-    LimitError,
-    PolicyError,
-)
+from ckptstore import errors, limits
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import ITEM_BYTES
 
@@ -75,15 +68,15 @@ class _Kept:
 
 
 class _Metadata(_Kept):
-    pass
+    """Of the whole checkpoint."""
 
 
 class _Tensor(_Kept):
-    pass
+    """Of a tensor."""
 
 
 class _Bytes(_Kept):
-    pass
+    """Of a value that is no tensor."""
 
 
 class _Index(_Kept):
@@ -94,7 +87,7 @@ class _Index(_Kept):
 
 
 class _Info(_Kept):
-    pass
+    """Of the place of an item."""
 
 
 class _Dtype:
@@ -159,7 +152,7 @@ _NAMES: Final[Mapping[tuple[str, str], Callable[..., object]]] = {
 class _Reader(pickle.Unpickler):
     """Unpickler that knows the names above and those of dtypes."""
 
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
+    def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in of a name.
 
         Raises
@@ -173,7 +166,8 @@ class _Reader(pickle.Unpickler):
         if module == "torch" and name in ITEM_BYTES:
             return _Dtype(name)
         msg = f"the metadata names {module:.100}.{name:.100}, which describes no checkpoint"
-        raise PolicyError(msg, hint="nothing of it was run; do not load it with torch either")
+        hint = "nothing of it was run; do not load it with torch either"
+        raise errors.PolicyError(msg, hint=hint)
 
     def persistent_load(self, pid: object) -> NoReturn:
         """Refuse references to objects outside of the pickle."""
@@ -195,27 +189,28 @@ def read_metadata(data: bytes, *, where: str) -> Described:
         It is too large.
     """
     if len(data) > limits.DCP_METADATA_BYTES_MAX:
-        raise LimitError(f"{where} has more than {limits.DCP_METADATA_BYTES_MAX} bytes")
+        raise errors.LimitError(f"{where} has more than {limits.DCP_METADATA_BYTES_MAX} bytes")
     try:
         _check_instructions(data)
         found = _Reader(io.BytesIO(data)).load()
-    except LimitError as error:
-        raise LimitError(f"{where} has {error.message}") from error
-    except PolicyError:
+    except errors.LimitError as error:
+        raise errors.LimitError(f"{where} has {error.message}") from error
+    except errors.PolicyError:
         raise
     except Exception as error:  # the unpickler may raise any error on a hostile pickle
-        raise FormatError(f"{where} is not a sound description of a checkpoint: {error}") from error
+        msg = f"{where} is not a sound description of a checkpoint: {error}"
+        raise errors.FormatError(msg) from error
     if not isinstance(found, _Metadata):
-        raise FormatError(f"{where} does not describe a checkpoint")
+        raise errors.FormatError(f"{where} does not describe a checkpoint")
     try:
         return _described(found.state, where)
-    except CkptStoreError:
+    except errors.CkptStoreError:
         raise
     except (
         *(KeyError, TypeError, ValueError, AttributeError, IndexError),
         *(RecursionError, MemoryError),
     ) as error:
-        raise CorruptObjectError(f"{where} is incomplete: {error!r}") from error
+        raise errors.CorruptObjectError(f"{where} is incomplete: {error!r}") from error
 
 
 def _described(state: Mapping[str, Any], where: str) -> Described:
@@ -225,16 +220,16 @@ def _described(state: Mapping[str, Any], where: str) -> Described:
     chunks = 0
     for name, kept in state["state_dict_metadata"].items():
         if type(name) is not str:
-            raise CorruptObjectError(f"{where} has a {type(name).__name__} as a name")
+            raise errors.CorruptObjectError(f"{where} has a {type(name).__name__} as a name")
         if isinstance(kept, _Bytes):
             values[name] = _place(places, name, None, where)
         elif isinstance(kept, _Tensor):
             chunks += len(kept.state["chunks"])  # many tensors can share one list
             if chunks > limits.BLOCKS_MAX:
-                raise LimitError(f"{where} has more than {limits.BLOCKS_MAX} chunks")
+                raise errors.LimitError(f"{where} has more than {limits.BLOCKS_MAX} chunks")
             tensors[name] = _tensor(name, kept.state, places, where)
         else:
-            raise FormatError(f"{where}: {name!r} is neither tensor nor bytes")
+            raise errors.FormatError(f"{where}: {name!r} is neither tensor nor bytes")
     mapping = state.get("planner_data")
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in mapping.items() if isinstance(mapping, dict) else ():
@@ -242,7 +237,7 @@ def _described(state: Mapping[str, Any], where: str) -> Described:
             short = isinstance(path, tuple | list) and len(path) <= limits.STATE_DEPTH_MAX
             keys = tuple(path) if short else ()
             if not keys or not all(type(key) in (str, int) for key in keys):
-                raise CorruptObjectError(f"{where}: {name!r} belongs to no place")
+                raise errors.CorruptObjectError(f"{where}: {name!r} belongs to no place")
             paths[name] = keys
     for name in (*tensors, *values):
         paths.setdefault(name, (name,))
@@ -254,26 +249,26 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], ArchivePlace]
 
 def _places(storage: object, where: str) -> _Places:
     if not isinstance(storage, dict):
-        raise FormatError(
-            f"{where} does not say where the data is",
-            hint="only torch's own file writer is supported",
-        )
+        msg = f"{where} does not say where the data is"
+        hint = "only torch's own file writer is supported"
+        raise errors.FormatError(msg, hint=hint)
     found: dict[tuple[str, tuple[int, ...] | None], ArchivePlace] = {}
     for index, info in storage.items():
         if not isinstance(index, _Index) or not isinstance(info, _Info):
-            raise FormatError(f"{where}: places of a kind that is not known")
+            raise errors.FormatError(f"{where}: places of a kind that is not known")
         offset = index.state.get("offset")
         key = (_text(index.state["fqn"]), None if offset is None else _numbers(offset))
         file = _text(info.state["relative_path"])
         if len(file) > limits.DCP_FILE_CHARS_MAX:
-            raise LimitError(f"{where} names a file with {len(file)} characters")
+            raise errors.LimitError(f"{where} names a file with {len(file)} characters")
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in file:
-            raise FormatError(f"{where} names the file {file!r}, which is not in the directory")
+            msg = f"{where} names the file {file!r}, which is not in the directory"
+            raise errors.FormatError(msg)
         start, length = _numbers((info.state["offset"], info.state["length"]))
         transforms = info.state.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or len(transforms) > limits.DCP_TRANSFORMS_MAX:
-            raise FormatError(f"{where}: {key[0]!r} has more extensions than allowed")
+            raise errors.FormatError(f"{where}: {key[0]!r} has more extensions than allowed")
         found[key] = ArchivePlace(
             file=file, offset=start, length=length, transforms=tuple(map(_text, transforms))
         )
@@ -283,7 +278,7 @@ def _places(storage: object, where: str) -> _Places:
 def _place(places: _Places, name: str, offset: tuple[int, ...] | None, where: str) -> ArchivePlace:
     found = places.get((name, offset))
     if found is None:
-        raise CorruptObjectError(f"{where} does not say where {name!r} is")
+        raise errors.CorruptObjectError(f"{where} does not say where {name!r} is")
     return found
 
 
@@ -291,13 +286,13 @@ def _tensor(name: str, state: Mapping[str, Any], places: _Places, where: str) ->
     properties = state["properties"].state
     dtype = properties[""][0] if "" in properties else properties["dtype"]
     if not isinstance(dtype, _Dtype):
-        raise CorruptObjectError(f"{where}: {name!r} has no dtype")
+        raise errors.CorruptObjectError(f"{where}: {name!r} has no dtype")
     shape = _numbers(state["size"])
     chunks: list[tuple[Box, ArchivePlace]] = []
     for chunk in state["chunks"]:
         box = (_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
         if not len(box[0]) == len(box[1]) == len(shape):
-            raise CorruptObjectError(f"{where}: a chunk of {name!r} has other dimensions")
+            raise errors.CorruptObjectError(f"{where}: a chunk of {name!r} has other dimensions")
         place = places.get((name, box[0])) or _place(places, name, None, where)
         chunks.append((box, place))
     return StoredTensor(dtype=dtype.name, shape=shape, chunks=tuple(chunks))
@@ -390,7 +385,7 @@ def _check_instructions(data: bytes) -> None:
     for done, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if done >= limits.DCP_METADATA_OPCODES_MAX:
-            raise LimitError(f"more than {limits.DCP_METADATA_OPCODES_MAX} instructions")
+            raise errors.LimitError(f"more than {limits.DCP_METADATA_OPCODES_MAX} instructions")
         if name in _INTS and not -(1 << 64) < int(argument or 0) < 1 << 64:
             raise pickle.UnpicklingError("a number of more than 64 bits")
         if name == "MEMOIZE" or name in _PUTS:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 
-def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # noqa: ANN401 - any value
+def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # any value
     """Return a planner's value for an item, itself and not as its pickle.
 
     The state's own value, as the default planner gives it, can be anything that the
@@ -50,7 +50,7 @@ def _is_own(planner: object, name: str, kind: type) -> bool:
     return getattr(getattr(planner, name), "__func__", None) is getattr(kind, name)
 
 
-def unpickled(data: io.BytesIO) -> Any:  # noqa: ANN401 - any value
+def unpickled(data: io.BytesIO) -> Any:  # any value
     """Return the result of ``torch.load`` on a pickle of plain values, BytesIO among them.
 
     Raises
@@ -96,10 +96,9 @@ def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
     if any(
         r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
     ):
-        raise FormatError(
-            f"{where} holds compressed records, which torch.save does not write",
-            hint="extract it first if it is an archive of something else",
-        )
+        msg = f"{where} holds compressed records, which torch.save does not write"
+        hint = "extract it first if it is an archive of something else"
+        raise FormatError(msg, hint=hint)
     if sum(record.file_size for record in records) > size_bytes:
         raise FormatError(f"{where} claims more bytes than it has")
 

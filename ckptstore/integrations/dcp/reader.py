@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.chunking import in_batches
@@ -24,8 +26,10 @@ from ckptstore.format.skeleton import Node, iter_leaves
 from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.dcp.flat_version import Adapted, Entry, entries_of, metadata_of
 from ckptstore.integrations.dcp.plain_bytes import pickled
+from ckptstore.integrations.dcp.windows import Items, in_windows
 from ckptstore.model import Version
 from ckptstore.states.load import LoadRequest, load_state
+from ckptstore.states.shared_load import SharedLoad
 from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
@@ -48,8 +52,8 @@ class CkptStoreReader(StorageReader):
 
     Also versions that :meth:`ckptstore.Run.save` saved, or that were imported. Each rank reads the
     manifest, and only the pieces of packs that hold elements of its shards; every byte is checked.
-    If ranks see different versions under one ref, as while another job saves, all load the
-    coordinator's. A reader can be reused, from any thread, but by one at a time.
+    If ranks resolve a ref differently, all load the coordinator's version. A reader can be reused,
+    by one thread at a time.
 
     Parameters
     ----------
@@ -64,6 +68,10 @@ class CkptStoreReader(StorageReader):
         Adapters with which objects were saved.
     progress
         Called with the bytes that this rank has read.
+    group
+        A process group whose ranks read shared pieces once and send them to the others. All of its
+        ranks take part in each load. If one fails, all raise its error. Nothing else may use the
+        group meanwhile.
 
     Raises
     ------
@@ -78,6 +86,7 @@ class CkptStoreReader(StorageReader):
         *,
         adapters: Sequence[TypeAdapter] = (),
         progress: ProgressCallback = silent,
+        group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(source, Store):
             check_run(source)
@@ -87,6 +96,7 @@ class CkptStoreReader(StorageReader):
         self._asked: str | None = None
         self._adapters = tuple(adapters)
         self._progress = progress
+        self._group = group
         self._opened: _Opened | None = None
         self.checkpoint_id: str | os.PathLike[str] = ""
         """Id that the caller of the load passed, if any; for torch's log."""
@@ -114,7 +124,7 @@ class CkptStoreReader(StorageReader):
 
     # Not ``**kwargs``: where torch finds that name, a rank whose first try fails retries
     # without the others, and those wait for it.
-    def read_metadata(self, *_: Any, **_options: Any) -> Metadata:  # noqa: ANN401
+    def read_metadata(self, *_: Any, **_options: Any) -> Metadata:
         """Return the content of the version, by the names of planners; torch calls it on all ranks.
 
         Raises
@@ -139,17 +149,13 @@ class CkptStoreReader(StorageReader):
         return metadata_of(version, self._opened.entries)
 
     def _open(self, version: Version) -> _Opened:
-        resume_check.chosen(self._session.repo, version.run)
+        resume_check.chosen(self._session.repo, version.run, version=version.id)
         content = self._session.replicas.content(version)
         adapted = Adapted(self._adapters, lambda node: self._built(content, [node])[0])
         return _Opened(version=version, content=content, entries=entries_of(content, adapted))
 
     def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take part in a load; torch calls it on every rank. There is nothing to prepare."""
 
@@ -165,10 +171,10 @@ class CkptStoreReader(StorageReader):
 
     def _current(self) -> _Opened:
         if self._opened is None:
-            msg = "no version is open in this reader: call read_metadata first"
-            raise InvalidInputError(msg)
+            raise InvalidInputError("no version is open in this reader: call read_metadata first")
         return self._opened
 
+    @operation("load")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the plan's items into the planner's tensors; complete on return.
 
@@ -179,14 +185,29 @@ class CkptStoreReader(StorageReader):
         TensorNotFoundError
             The coordinator's version is not this rank's, and differs in a planned item;
             or there are containers where the state has values.
+        RankFailedError
+            Another rank of the reader's group is gone.
         StorageError
             The storage failed.
         """
-        found = self._current()
-        if isinstance(plan.storage_data, Version):
-            found = self._opened = self._agreed(plan, plan.storage_data, found)
-        values: list[tuple[ReadItem, Entry]] = []
-        tensors: list[tuple[ReadItem, Entry]] = []
+        group = self._group
+        with nullcontext() if group is None else SharedLoad(group, alike=False) as together:
+            found = self._current()
+            if isinstance(plan.storage_data, Version):
+                found = self._opened = self._agreed(plan, plan.storage_data, found)
+            if together is not None:
+                found = replace(found, content=together.shared(found.content))
+            self._read(found, plan, planner, together)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(
+        self, found: _Opened, plan: LoadPlan, planner: LoadPlanner, together: SharedLoad | None
+    ) -> None:
+        """Read the items of a plan."""
+        values: Items = []
+        tensors: Items = []
         for item in plan.items:
             entry = found.entries[item.storage_index.fqn]
             if entry.is_container and getattr(planner, "flatten_state_dict", False):
@@ -197,11 +218,11 @@ class CkptStoreReader(StorageReader):
             direct = item.type is LoadItemType.TENSOR and entry.index is not None
             (tensors if direct else values).append((item, entry))
         _check_kept(plan, planner)
-        self._read_tensors(found, tensors, planner)
+        room = self._session.repo.options.host_bytes
+        parts = iter([tensors]) if together is None else in_windows(together, tensors, room)
+        for part in parts:
+            self._read_tensors(found, part, planner)
         self._read_values(found, values, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _agreed(self, plan: LoadPlan, version: Version, mine: _Opened) -> _Opened:
         """Return the coordinator's version; it must have all items of this rank's plan."""
@@ -212,64 +233,34 @@ class CkptStoreReader(StorageReader):
             name = item.storage_index.fqn
             one, other = mine.entries[name], theirs.entries.get(name)
             if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-                msg = (
-                    f"ranks see different versions, #{mine.version.id[:8]} and #{version.id[:8]}, "
-                    f"which differ in {name!r}"
-                )
+                both = f"#{mine.version.id[:8]} and #{version.id[:8]}"
+                msg = f"ranks see different versions, {both}, which differ in {name!r}"
                 raise TensorNotFoundError(msg, hint="name the version by its id or step")
         return theirs
 
-    def _read_tensors(
-        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
-    ) -> None:
+    def _read_tensors(self, found: _Opened, items: Items, planner: LoadPlanner) -> None:
         """Read boxes of tensors; into the targets themselves if these are in host memory."""
-        options = self._session.repo.options
-        batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-        regions: list[Region] = []
-        held = 0
+        aims = (_aim(planner, item, entry) for item, entry in items)
+        limit = self._session.repo.options.host_bytes
+        for batch in in_batches(aims, lambda aim: aim.new_bytes, limit):
+            self._read_batch(found.content, batch, planner)
+            batch.clear()  # its memory is free before the next one is filled
 
-        def read() -> None:
-            """Read the batch, and pass each tensor to the planner."""
-            backend = self._session.repo.backend
-            read_regions(
-                regions,
-                backend=backend,
-                options=options,
-                progress=self._progress,
-                rounding=to_bfloat16,
-            )
-            regions.clear()
-            for item, target, memory in batch:
-                if memory is not target:
-                    target.copy_(memory)
-                planner.commit_tensor(item, target)
-            batch.clear()
-
-        for item, entry in items:
-            assert entry.index is not None  # noqa: S101  # for the type checker: that is how they
-            # were chosen
-            target = planner.resolve_tensor(item).detach()
-            memory = _memory(target, entry, item)
+    def _read_batch(self, content: Content, batch: Sequence[_Aim], planner: LoadPlanner) -> None:
+        """Read boxes of tensors, and pass each tensor to the planner."""
+        regions = []
+        for aim in batch:
+            offsets, out = tuple(aim.item.storage_offsets), as_elements(aim.memory)
+            regions.append(Region(content=content, index=aim.record, offsets=offsets, out=out))
+        repo, progress = self._session.repo, self._progress
+        words: Any = {"options": repo.options, "progress": progress, "rounding": to_bfloat16}
+        read_regions(regions, backend=repo.load_backend, **words)
+        for item, _, target, memory in batch:
             if memory is not target:
-                if held and held + memory.nbytes > options.host_bytes:
-                    read()
-                    held = 0
-                held += memory.nbytes
-            batch.append((item, target, memory))
-            out: np.ndarray[Any, Any] = as_elements(memory)
-            regions.append(
-                Region(
-                    content=found.content,
-                    index=entry.index,
-                    offsets=tuple(item.storage_offsets),
-                    out=out,
-                )
-            )
-        read()
+                target.copy_(memory)
+            planner.commit_tensor(item, target)
 
-    def _read_values(
-        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
-    ) -> None:
+    def _read_values(self, found: _Opened, items: Items, planner: LoadPlanner) -> None:
         """Read plain values, views, and composed tensors, in batches by their bytes."""
         records, limit = found.content.manifest.tensors, self._session.repo.options.host_bytes
 
@@ -289,16 +280,9 @@ class CkptStoreReader(StorageReader):
     def _built(self, content: Content, nodes: Sequence[Node]) -> list[Any]:
         """Return the objects of some nodes of a version."""
         node: Node = ["l", *nodes]
-        part = Content(
-            manifest=content.manifest,
-            node=node,
-            leaves=tuple(iter_leaves(node)),
-            labels=content.labels,
-            read=content.read,
-        )
-        built: list[Any] = load_state(
-            self._session.repo, part, LoadRequest(adapters=self._adapters)
-        )
+        part = replace(content, node=node, leaves=tuple(iter_leaves(node)), hidden=frozenset())
+        request = LoadRequest(adapters=self._adapters)
+        built: list[Any] = load_state(self._session.repo, part, request)
         return built
 
     @classmethod
@@ -312,6 +296,28 @@ class CkptStoreReader(StorageReader):
             return None
         version = self._opened.version
         return StorageMeta(checkpoint_id=f"{version.run}@{version.step}", load_id=version.id)
+
+
+class _Aim(NamedTuple):
+    """An item of a tensor, and where it goes."""
+
+    item: ReadItem
+    record: int
+    """Its place in the manifest."""
+    target: torch.Tensor
+    memory: torch.Tensor
+    """Host memory to read into: the target's own, if it has some."""
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of host memory that it takes beside the target."""
+        return 0 if self.memory is self.target else self.memory.nbytes
+
+
+def _aim(planner: LoadPlanner, item: ReadItem, entry: Entry) -> _Aim:
+    assert entry.index is not None  # noqa: S101  # for the type checker: that is how it was chosen
+    target = planner.resolve_tensor(item).detach()
+    return _Aim(item, entry.index, target, _memory(target, entry, item))
 
 
 def _check_kept(plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -346,12 +352,8 @@ def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
         msg = f"{item.dest_index.fqn!r} is quantized, and cannot be read into a tensor that is not"
         raise InvalidInputError(msg, hint="give a quantized tensor, or load it with store.load")
     if tuple(item.lengths) != tuple(value.shape):
-        value = value[
-            tuple(
-                slice(start, start + size)
-                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-        ]
+        box = zip(item.storage_offsets, item.lengths, strict=True)
+        value = value[tuple(slice(start, start + size) for start, size in box)]
     with torch.no_grad():
         if target.layout not in (torch.strided, torch.sparse_coo) and target.layout == value.layout:
             target.resize_as_sparse_(value)  # copying wants as many elements as there are
@@ -368,6 +370,5 @@ def _has_scheme(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps_itself(target: torch.Tensor) -> bool:
-    return any(
-        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
-    )
+    strides = zip(target.stride(), target.shape, strict=True)
+    return any(step == 0 and size > 1 for step, size in strides)

@@ -14,20 +14,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckptstore import errors
 from ckptstore.backends.base import Backend
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.config import Options, check_choice
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    InvalidRefError,
-    ReadOnlyError,
-    StateError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.names import encode_metadata
@@ -49,17 +44,16 @@ class CkptStoreWriter(StorageWriter):
     """Writes a version of a run with ``dcp.save`` or ``dcp.async_save``; one on each rank.
 
     Each rank writes its items into packs, and shares the chunks that the run's head has already.
-    Items on several ranks are written once. The coordinator commits when all have written: until
-    then nothing is visible. If any rank fails, all of them raise ``CheckpointException`` (of
-    torch), which names the ranks and their errors, and there is no version.
+    Items on several ranks are written once. The coordinator commits when all have written. If any
+    rank fails, all raise ``CheckpointException`` (of torch) with the ranks and their errors, and
+    there is no version.
 
     :meth:`ckptstore.Store.load` returns the state nested, with whole tensors;
-    :class:`CkptStoreReader` loads it at any number of ranks. Nothing is pickled: values that are
-    no tensors are stored like those of :meth:`ckptstore.Run.save`, and so are quantized and sparse
-    tensors and tensor subclasses, which one rank must hold whole. Changes that a planner makes are
-    saved.
+    :class:`CkptStoreReader` loads it at any number of ranks. Nothing is pickled: other values are
+    stored as by :meth:`ckptstore.Run.save`, and so are quantized and sparse tensors and tensor
+    subclasses, which one rank must hold whole.
 
-    One save at a time; a writer can be reused, from any thread, but by one at a time.
+    A writer can be reused, for one save at a time.
 
     Parameters
     ----------
@@ -71,8 +65,8 @@ class CkptStoreWriter(StorageWriter):
         As in :meth:`ckptstore.Run.save`; those of the coordinator count, but `codec`, `adapters`
         and `share` are each rank's own.
     share
-        Share chunks with the run's head; this rank then reads that version's whole manifest: 87 MB
-        of 10 TB. False writes all chunks again, for states that change entirely in any case.
+        Share chunks with the run's head, whose manifest this rank then reads: 87 MB for 10 TB.
+        False writes all chunks again.
     progress
         Called with the bytes done by this rank.
 
@@ -124,7 +118,7 @@ class CkptStoreWriter(StorageWriter):
             "step": self._step,
             "metrics": self._metrics,
             "tags": self._tags,
-            "metadata": self._metadata,
+            "metadata": self._session.metadata(self._run.name, self._metadata),
             "roles": self._roles,
             "codec": self._codec,
             "adapters": self._adapters,
@@ -155,10 +149,10 @@ class CkptStoreWriter(StorageWriter):
         step = _step_of(checkpoint_id, self._run.name)
         if self._step is not None and step != self._step:
             msg = f"checkpoint_id is {str(checkpoint_id)!r}, but the writer is of {self._step}"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
         self._asked = step
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check early whether this rank could save; torch calls it on every rank.
 
         Raises
@@ -174,11 +168,10 @@ class CkptStoreWriter(StorageWriter):
         self._asked = None
         if not kwargs.get("use_collectives", True):
             msg = "use_collectives=False is refused: a version needs one commit by one rank"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
         self._repo.check_open()
         if self._repo.options.read_only:
-            msg = f"{self._repo.url} was opened read-only"
-            raise ReadOnlyError(msg)
+            raise errors.ReadOnlyError(f"{self._repo.url} was opened read-only")
         request = self._request()
         if is_coordinator:
             self._repo.check_writable()
@@ -188,14 +181,15 @@ class CkptStoreWriter(StorageWriter):
     def _request(self) -> WriteRequest:
         if self._saved_step is None:
             msg = "the writer has no step"
-            raise InvalidInputError(msg, hint="CkptStoreWriter(run, step=...), or checkpoint_id")
+            hint = "CkptStoreWriter(run, step=...), or checkpoint_id"
+            raise errors.InvalidInputError(msg, hint=hint)
         return WriteRequest(
             run=self._run.name,
             step=self._saved_step,
             directions=self._run._directions,
             metrics=self._metrics,
             tags=self._tags,
-            metadata=self._metadata,
+            metadata=self._session.metadata(self._run.name, self._metadata),
             codec=self._codec,
         )
 
@@ -207,6 +201,7 @@ class CkptStoreWriter(StorageWriter):
         """Distribute items that several ranks hold; torch calls it on the coordinator."""
         return balance(plans)
 
+    @operation("save")
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items into packs; they are durable when this returns.
 
@@ -225,7 +220,7 @@ class CkptStoreWriter(StorageWriter):
             name: object = item.index.fqn
             if not isinstance(name, str):
                 msg = f"the planner gives the key {name!r} as a name, which must be text"
-                raise StateError(msg, hint="use text as keys, or flatten_state_dict=True")
+                raise errors.StateError(msg, hint="use text as keys, or flatten_state_dict=True")
             if item.type is WriteItemType.BYTE_IO:
                 values[name] = from_planner(planner, item)
                 continue
@@ -249,9 +244,7 @@ class CkptStoreWriter(StorageWriter):
             progress=self._progress,
         )
         future: Future[list[WriteResult]] = Future()
-        index = MetadataIndex(_PART)
-        size = part.written.pack_bytes
-        future.set_result([WriteResult(index=index, size_in_bytes=size, storage_data=part)])
+        future.set_result([WriteResult(MetadataIndex(_PART), part.written.pack_bytes, part)])
         return future
 
     def _shared(self, catalog: Catalog) -> list[PieceTable]:
@@ -262,9 +255,10 @@ class CkptStoreWriter(StorageWriter):
         """
         if not self._share:
             return []
-        parent = catalog.head(self._run.name) if catalog.has_run(self._run.name) else None
-        return [] if parent is None else shareable(self._session.repo, parent)
+        run = self._run.name
+        return shareable(self._repo, catalog.head(run) if catalog.has_run(run) else None)
 
+    @operation("save")
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the version; torch calls it on the coordinator, once all ranks have written.
 
@@ -277,15 +271,11 @@ class CkptStoreWriter(StorageWriter):
         StorageError
             The storage failed; no version appeared.
         """
-        parts = [
-            result.storage_data
-            for rank in results
-            for result in rank
-            if isinstance(result.storage_data, RankPart)
-        ]
+        told = [result.storage_data for rank in results for result in rank]
+        parts = [one for one in told if isinstance(one, RankPart)]
         if len(parts) != len(results):
             msg = f"{len(results)} ranks took part, and {len(parts)} say that they wrote"
-            raise StateError(msg)
+            raise errors.StateError(msg)
         request = self._request()
         own = _planners_own(metadata)
         if own:
@@ -299,11 +289,10 @@ class CkptStoreWriter(StorageWriter):
             roles=self._roles,
             receipt={"ranks_s": waited},
         )
-        resume_check.saved(self._repo, self.version.run, self.version.step, self.version.id)
-        self._session.write_backs.committed(self.version)
-        metadata.storage_meta = StorageMeta(
-            checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
-        )
+        done = self.version
+        resume_check.saved(self._repo, done.run, done.step, done.id)
+        self._session.tell_durable(done)
+        metadata.storage_meta = StorageMeta(f"{done.run}@{done.step}", save_id=done.id)
         set_version(metadata)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -316,7 +305,7 @@ class CkptStoreWriter(StorageWriter):
         """Return whether an id is a step, or a ref with one."""
         try:
             _step_of(checkpoint_id, "")
-        except InvalidInputError:
+        except errors.InvalidInputError:
             return False
         return True
 
@@ -327,7 +316,7 @@ def _in_another_process(
     run: str,
     directions: Mapping[str, str],
     resumed: bool,
-    words: Any,  # noqa: ANN401
+    words: Any,
 ) -> CkptStoreWriter:
     """Return a writer on a store that is opened here, and closed when the process ends."""
     store = Store(open_on(backend, options=options))
@@ -342,11 +331,10 @@ def _step_of(checkpoint_id: str | os.PathLike[str] | int, run: str) -> int:
     hint = "checkpoint_id is the step: '1200', or 'run@1200'"
     try:
         ref = parse_ref(text, run=run or "run") if "@" not in text else parse_ref(text)
-    except InvalidRefError as error:
-        raise InvalidInputError(f"{text!r} is no step", hint=hint) from error
+    except errors.InvalidRefError as error:
+        raise errors.InvalidInputError(f"{text!r} is no step", hint=hint) from error
     if ref.kind != "step" or (run and ref.run != run):
-        msg = f"{text!r} is no step of the run {run!r}"
-        raise InvalidInputError(msg, hint=hint)
+        raise errors.InvalidInputError(f"{text!r} is no step of the run {run!r}", hint=hint)
     return ref.number
 
 
@@ -356,13 +344,10 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     data = item.tensor_data
     if not isinstance(tensor, torch.Tensor) or data is None:
         msg = f"the planner gives a {type(tensor).__name__} for the tensor {item.index.fqn!r}"
-        raise StateError(msg)
+        raise errors.StateError(msg)
     if tuple(tensor.shape) != tuple(data.chunk.sizes):
-        msg = (
-            f"{item.index.fqn!r} is {list(tensor.shape)} here, "
-            f"but {list(data.chunk.sizes)} in the plan"
-        )
-        raise StateError(msg)
+        here, planned = list(tensor.shape), list(data.chunk.sizes)
+        raise errors.StateError(f"{item.index.fqn!r} is {here} here, but {planned} in the plan")
     return tensor
 
 
@@ -372,22 +357,17 @@ def _shard(item: WriteItem, tensor: torch.Tensor) -> Shard:
     if not is_box(tensor):
         msg = f"{name!r} is a part of a tensor, whose elements are in a {type(tensor).__name__}"
         hint = "only a whole tensor of this kind can be kept: replicate it, or use full_state_dict"
-        raise StateError(msg, hint=hint)
-    return Shard(
-        name=name, shape=tuple(data.size), offsets=tuple(data.chunk.offsets), tensor=tensor
-    )
+        raise errors.StateError(msg, hint=hint)
+    shape, offsets = tuple(data.size), tuple(data.chunk.offsets)
+    return Shard(name=name, shape=shape, offsets=offsets, tensor=tensor)
 
 
 def _paths(planner_data: object, names: Iterable[str]) -> dict[str, Path]:
     """Return the path in the state of each name, in the order of the state."""
     mapping = planner_data if isinstance(planner_data, Mapping) else {}
     wanted = dict.fromkeys(names)
-    found: dict[str, Path] = {
-        name: tuple(path) for name, path in mapping.items() if name in wanted and _is_path(path)
-    }
-    for name in wanted:
-        found.setdefault(name, (name,))
-    return found
+    found = {n: tuple(path) for n, path in mapping.items() if n in wanted and _is_path(path)}
+    return {**found, **{name: (name,) for name in wanted if name not in found}}
 
 
 def _is_path(value: object) -> bool:
@@ -407,17 +387,16 @@ def _planners_own(metadata: Metadata) -> dict[str, Any]:
     data = metadata.planner_data
     if isinstance(data, Mapping):
         names = metadata.state_dict_metadata
-        data = {
-            name: value for name, value in data.items() if name not in names or not _is_path(value)
-        }
+        data = {name: one for name, one in data.items() if name not in names or not _is_path(one)}
     if data is not None and data != {}:
         own["planner_data"] = data
     for name, value in own.items():
         try:
             kept = json.loads(encode_metadata({name: value})) == {name: value}
-        except CkptStoreError:
+        except errors.CkptStoreError:
             kept = False
         if not kept:
             msg = f"the planner put {name} into the metadata, which is no plain JSON"
-            raise StateError(msg, hint="give it dicts with text as keys, lists, text and numbers")
+            hint = "give it dicts with text as keys, lists, text and numbers"
+            raise errors.StateError(msg, hint=hint)
     return own

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ckptstore.backends.base import ObjectInfo
+from ckptstore.catalog.unlisted import find
 from ckptstore.checkpoint.content import Content
 from ckptstore.errors import CkptStoreError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -48,12 +49,7 @@ class Problem:
 
 def piece_key(table: PieceTable, row: int) -> PieceKey:
     """Return the key of the piece in one row."""
-    return (
-        table.packs[int(table.pack[row])],
-        int(table.offset[row]),
-        int(table.inner[row]),
-        table.ids[row].tobytes(),
-    )
+    return *table.chunk_of(row), int(table.inner[row]), table.ids[row].tobytes()
 
 
 def recipe_key(content: Content, index: int) -> bytes:
@@ -120,11 +116,21 @@ class Survey:
     total_bytes: int = 0
     """Bytes of all versions, of a sample its share; for the progress."""
     _done_bytes: int = 0
+    _stats: dict[str, ObjectInfo | None] = field(default_factory=dict)
+    """By key, the packs that were looked up where they cannot be listed."""
 
     @cached_property
     def sizes(self) -> dict[str, ObjectInfo]:
         """Every pack that is there, by its key; listed once."""
         return {info.key: info for info in self.repo.backend.list(PACKS_PREFIX)}
+
+    def _info(self, key: str) -> ObjectInfo | None:
+        """Return the size of a pack; None if it is gone."""
+        if self.repo.backend.capabilities.lists:
+            return self.sizes.get(key)
+        if key not in self._stats:
+            self._stats[key] = find(self.repo.backend, key)
+        return self._stats[key]
 
     def found(self, error: CkptStoreError, version: Version | None, tensor: str = "") -> None:
         """Note a problem."""
@@ -150,15 +156,14 @@ class Survey:
         With their sizes, and without those that cannot be read since they lie in an archive class.
         """
         table = content.manifest.pieces
-        infos = [self.sizes.get(pack_key(pack)) for pack in table.packs]
+        infos = [self._info(pack_key(pack)) for pack in table.packs]
         sizes = np.array([0 if info is None else info.size_bytes for info in infos], np.uint64)
         ends = table.offset + table.stored + np.uint64(packs.CHUNK_HEADER_BYTES)
         for row in np.nonzero(ends > sizes[table.pack])[0].tolist() if len(table) else ():
             info = infos[int(table.pack[row])]
             what = f"ends at {info.size_bytes}, before the chunk does" if info else "is gone"
             key = piece_key(table, row)
-            msg = f"pack {key[0]}, chunk at byte {key[1]}: the pack {what}"
-            self.bad.setdefault(key, msg)
+            self.bad.setdefault(key, f"pack {key[0]}, chunk at byte {key[1]}: the pack {what}")
         there = zip(table.packs, infos, strict=True)
         fresh = [(pack, info) for pack, info in there if info and pack not in self.packs]
         self.packs.update(table.packs)

@@ -11,21 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptstore import errors
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.cold_reads import thaw_command
-from ckptstore.errors import (
-    ColdObjectError,
-    CorruptObjectError,
-    IntegrityError,
-    VersionNotFoundError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.verify_tasks import check_all
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-
-__all__ = ["LatestValid", "Skipped", "first_sound", "latest_valid"]
 
 T = TypeVar("T")
 
@@ -48,6 +42,7 @@ class LatestValid:
     skipped: tuple[Skipped, ...]
 
 
+@operation("verify")
 def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -> LatestValid:
     """Return the newest version of a run without damage; reads every byte of it.
 
@@ -71,10 +66,10 @@ def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -
         touching = [problem for problem in survey.problems if problem.version]
         if touching:
             more = f" (and {len(touching) - 1} more)" if len(touching) > 1 else ""
-            raise CorruptObjectError(touching[0].message + more)
+            raise errors.CorruptObjectError(touching[0].message + more)
         if version.id in survey.cold_versions:
             msg = f"{version.run}@{version.step} lies in an archive class: it cannot be checked"
-            raise ColdObjectError(msg, hint=thaw_command(version.id, repo.url))
+            raise errors.ColdObjectError(msg, hint=thaw_command(version.id, repo.url))
         return version
 
     skipped: list[Skipped] = []
@@ -83,11 +78,7 @@ def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -
 
 
 def first_sound(
-    repo: Repo,
-    run: str,
-    attempt: Callable[[Version], T],
-    *,
-    skipped: list[Skipped] | None = None,
+    repo: Repo, run: str, attempt: Callable[[Version], T], *, skipped: list[Skipped] | None = None
 ) -> T:
     """Return the result of `attempt` for the newest version in which it finds no damage.
 
@@ -108,15 +99,15 @@ def first_sound(
     for version in _line(catalog, run):
         try:
             return attempt(version)
-        except IntegrityError as error:
+        except errors.IntegrityError as error:
             found.append(Skipped(version=version, why=error.message))
             _log.warning("skipped %s, which is damaged: %s", version.label, error.message)
     if not found:
-        msg = f"run {run!r} has no version that could be loaded"
-        raise VersionNotFoundError(msg)
+        raise errors.VersionNotFoundError(f"run {run!r} has no version that could be loaded")
     lines = "; ".join(f"@{s.version.step} (#{s.version.id[:8]}): {s.why}" for s in found)
     msg = f"no version of run {run!r} is sound: {lines}"
-    raise CorruptObjectError(msg, hint="ckptstore repair --from another store that holds them")
+    hint = "ckptstore repair --from another store that holds them"
+    raise errors.CorruptObjectError(msg, hint=hint)
 
 
 def _line(catalog: Catalog, run: str) -> Iterator[Version]:

@@ -17,16 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    StorageError,
-)
 from ckptstore.format.keys import (
     COMMITS_PREFIX,
     MANIFESTS_PREFIX,
@@ -97,9 +89,9 @@ def _names(repo: Repo, version: Version) -> Iterator[str]:
     yield version.manifest_key
     try:
         yield from map(pack_key, repo.manifests.load(version).pieces.packs)
-    except StorageError:
+    except errors.StorageError:
         raise
-    except CkptStoreError:
+    except errors.CkptStoreError:
         return  # its objects were swept, or it is damaged and reported as such
 
 
@@ -110,12 +102,14 @@ def _kind(key: str, condemned: Collection[str]) -> Literal["condemned", "orphan"
     return "orphan" if known else "unknown"
 
 
-def report_lost_commits(survey: Survey, notices: Sequence[Notice]) -> CorruptObjectError | None:
+def report_lost_commits(
+    survey: Survey, notices: Sequence[Notice]
+) -> errors.CorruptObjectError | None:
     """Report and return the damage of the log if leftovers say that it lost its end, or all."""
     strays = [n.key for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
     try:
         check_log_is_whole(survey.repo, survey.repo.catalog, strays)
-    except CorruptObjectError as error:
+    except errors.CorruptObjectError as error:
         survey.found(error, None)
         return error
     return None
@@ -159,9 +153,8 @@ def check_log_is_whole(
         if together <= bound:
             return
         what = f"{together} manifests are of versions that no commit names, with no commit between"
-    msg = f"commits seem to be lost: {what}"
-    raise CorruptObjectError(
-        msg,
+    raise errors.CorruptObjectError(
+        f"commits seem to be lost: {what}",
         hint="restore commits/ from a backup before anything is saved or collected; without one, "
         "ckptstore replicate brings the versions from a replica",
     )
@@ -175,9 +168,9 @@ def _unknown(repo: Repo, strays: Collection[str]) -> list[str]:
         try:
             data = repo.backend.get(key, bytes_max=limits.MANIFEST_STORED_BYTES_MAX)
             known = catalog.has_version(outline(data, where=key)[0])
-        except NotFoundError:
+        except errors.NotFoundError:
             continue  # another collection was faster
-        except (IntegrityError, FormatError):
+        except (errors.IntegrityError, errors.FormatError):
             known = False
         if not known:
             found.append(key)
@@ -187,7 +180,6 @@ def _unknown(repo: Repo, strays: Collection[str]) -> list[str]:
 def _together(repo: Repo, keys: Collection[str]) -> int:
     """Return how many of some manifests came, at most, between one commit and the next."""
     commits = sorted(info.modified_at for info in repo.backend.list(COMMITS_PREFIX))
-    infos = repo.backend.list(MANIFESTS_PREFIX)
-    times = {info.key: info.modified_at for info in infos}
+    times = {info.key: info.modified_at for info in repo.backend.list(MANIFESTS_PREFIX)}
     gaps = Counter(bisect_right(commits, times[key]) for key in keys if key in times)
     return max(gaps.values(), default=0)

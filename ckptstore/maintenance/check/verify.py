@@ -13,18 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops, snapshots
 from ckptstore.engine.engine import EngineSpec
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.maintenance.check.integrity_scan import Problem, Survey
@@ -34,16 +27,15 @@ from ckptstore.maintenance.check.verify_tasks import check_all
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-
-__all__ = ["Level", "Notice", "Problem", "Sample", "VerifyReport", "sample_of", "verify"]
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 
 Level = Literal["records", "full"]
 
 _DAY_MS = 24 * 3600 * 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VerifyReport(Shown):
     """Extent and findings of a check."""
 
     level: Level
@@ -64,6 +56,13 @@ class VerifyReport:
     cold_versions: tuple[str, ...] = ()
     """Ids of versions that need such packs: no damage was found, and not all was looked at."""
     sample: Sample | None = None
+
+    def _summary(self) -> HtmlTable:
+        read = f"{self.versions_count} versions, {bytes_text(self.read_bytes)} read"
+        found = f"{len(self.problems)} problems" if self.problems else "no damage"
+        rows = [(f"{p.run}@{p.step}", p.version[:8], p.tensor, p.message) for p in self.problems]
+        columns = ("VERSION", "ID", "TENSOR", "PROBLEM")
+        return HtmlTable(title=f"{found}: {read}", columns=columns, rows=rows)
 
     @property
     def ok(self) -> bool:
@@ -96,13 +95,14 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     """
     if not 1 / limits.SAMPLE_PARTS_MAX <= fraction <= 1:
         msg = f"a sample is a fraction from {1 / limits.SAMPLE_PARTS_MAX} to 1, not {fraction!r}"
-        raise InvalidInputError(msg, hint="such as 0.05, or 5% on the command line")
+        raise errors.InvalidInputError(msg, hint="such as 0.05, or 5% on the command line")
     parts = round(1 / fraction)
     if parts == 1:
         return None
     return Sample(parts=parts, part=(now_ms // _DAY_MS if part is None else part) % parts)
 
 
+@operation("verify")
 def verify(
     repo: Repo,
     *,
@@ -148,10 +148,10 @@ def verify(
     """
     if level != "full" and (sample is not None or record or resume is not None):
         msg = "a sample, a record or a check to be resumed needs the level full"
-        raise InvalidInputError(msg)
+        raise errors.InvalidInputError(msg)
     if record and sample is not None:
         msg = "a version of which a sample was read cannot be recorded as sound"
-        raise InvalidInputError(msg, hint="leave out one of the two")
+        raise errors.InvalidInputError(msg, hint="leave out one of the two")
     if record:
         repo.check_writable()
     began = repo.environment.monotonic()
@@ -234,7 +234,7 @@ def snapshot_numbers(backend: Backend) -> set[int]:
 
 def wrong_snapshots(
     backend: Backend, numbers: Collection[int], digests: Mapping[int, str]
-) -> Iterator[tuple[int, CkptStoreError]]:
+) -> Iterator[tuple[int, errors.CkptStoreError]]:
     """Yield the snapshots that are gone, damaged or of another log, each with its damage.
 
     Parameters
@@ -247,6 +247,6 @@ def wrong_snapshots(
             if snapshots.read_one(backend, number).digest != digests.get(number):
                 what = "is not of this log" if number in digests else "is of a commit that is gone"
                 msg = f"the catalog snapshot {number} {what}"
-                raise CorruptObjectError(msg, hint="ckptstore repair writes it again")
-        except (IntegrityError, FormatError, NotFoundError) as error:
+                raise errors.CorruptObjectError(msg, hint="ckptstore repair writes it again")
+        except (errors.IntegrityError, errors.FormatError, errors.NotFoundError) as error:
             yield number, error

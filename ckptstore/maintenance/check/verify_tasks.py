@@ -17,22 +17,15 @@ from functools import partial
 
 import numpy as np
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.chunking import batches
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptTensorError,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-)
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key, row_of_recipe
-from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
@@ -44,7 +37,7 @@ from ckptstore.objects.plan import cut_rows
 # data; a manifest of 1 TB takes some 16 MB.
 _AHEAD = 8
 
-Loaded = Content | CkptStoreError
+Loaded = Content | errors.CkptStoreError
 """The content of a version, or the reason why it cannot be read."""
 
 
@@ -94,7 +87,7 @@ class LookTask:
 class Looked:
     """The damage that a task found."""
 
-    frames: Mapping[str, CkptStoreError]
+    frames: Mapping[str, errors.CkptStoreError]
     """Packs whose frame is damaged, and how."""
     bad: Mapping[int, str]
     """Damaged rows of the task's table, each with its damage."""
@@ -119,9 +112,9 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
     bad: dict[int, str] = {}
     if table is not None:
 
-        def failed(want: ReadItem, error: CkptStoreError) -> None:
+        def failed(want: ReadItem, error: errors.CkptStoreError) -> None:
             cause = error.__cause__
-            why = cause.message if isinstance(cause, CkptStoreError) else error.message
+            why = cause.message if isinstance(cause, errors.CkptStoreError) else error.message
             pack, offset, *_ = piece_key(table, want.row)
             bad[want.row] = f"pack {pack}, chunk at byte {offset}: {why}"
 
@@ -138,11 +131,11 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
     return Looked(frames=frames, bad=bad, unlike=_unlike(task))
 
 
-def _frame_problem(backend: Backend, frame: tuple[str, int]) -> CkptStoreError | None:
+def _frame_problem(backend: Backend, frame: tuple[str, int]) -> errors.CkptStoreError | None:
     """Return the damage of header, index or trailer of a pack: a rebuild needs them, no load."""
     try:
         read_index(backend, *frame)
-    except (IntegrityError, FormatError, NotFoundError) as error:
+    except (errors.IntegrityError, errors.FormatError, errors.NotFoundError) as error:
         return error
     return None
 
@@ -154,7 +147,7 @@ def _unlike(task: LookTask) -> Mapping[int, str]:
     backend = task.storage.value
     try:
         content = task.held.content(backend)
-    except (IntegrityError, FormatError) as error:  # it was there when the task was made
+    except (errors.IntegrityError, errors.FormatError) as error:  # since the task was made
         return dict.fromkeys(task.indices, error.message)
     return _differences(content, task.indices, backend=backend, options=task.options)
 
@@ -181,7 +174,7 @@ def _differences(
         whole = [Range(index=n, start=0, nbytes=tensors[n].nbytes, out=None) for n in chosen]
         try:
             read_ranges(content, whole, backend=backend, options=options)
-        except CorruptTensorError as error:
+        except errors.CorruptTensorError as error:
             return error.message.partition(": ")[2]
         return ""
 
@@ -216,7 +209,7 @@ def check_all(
         """Return the content of a version, or the reason why it cannot be read."""
         try:
             return read_content(survey.repo.manifests.read(version))
-        except (IntegrityError, FormatError) as error:
+        except (errors.IntegrityError, errors.FormatError) as error:
             return error.with_traceback(None)  # whose frames hold the manifest
 
     survey.total_bytes = sum(map(survey.share, versions))
@@ -260,7 +253,7 @@ class _Stage:
     """Rows whose findings are kept together, each with the number of its unfinished tasks."""
     recipes: dict[int, bytes] = field(default_factory=dict)
     """Tensors that tasks make, with the keys of their recipes."""
-    frames: dict[str, CkptStoreError] = field(default_factory=dict)
+    frames: dict[str, errors.CkptStoreError] = field(default_factory=dict)
     counted_bytes: int = 0
 
 

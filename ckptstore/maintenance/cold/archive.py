@@ -15,35 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptstore import limits
+from ckptstore import errors, limits
+from ckptstore.backends import storage_classes
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.storage_classes import (
-    STANDARD,
-    ColdStorage,
-    ObjectState,
-    StorageClass,
-    check_class,
-    class_named,
-)
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.errors import (
-    CkptStoreError,
-    ColdObjectError,
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    LimitError,
-    ObjectNotFoundError,
-    ReadOnlyError,
-)
+from ckptstore.chunking import batches
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally, states_of
-from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.shown import Shown
 
 _GONE = "it is gone; see ckptstore verify"
 
@@ -67,8 +52,8 @@ class SkippedPack:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArchiveReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ArchiveReport(Shown):
     """Result of an archiving, or of its dry run."""
 
     dry_run: bool
@@ -93,7 +78,7 @@ class ArchiveReport:
         return not self.skipped
 
 
-def cold_storage_of(repo: Repo) -> ColdStorage:
+def cold_storage_of(repo: Repo) -> storage_classes.ColdStorage:
     """Return the access to the classes of a store's storage.
 
     Raises
@@ -104,9 +89,8 @@ def cold_storage_of(repo: Repo) -> ColdStorage:
     cold = repo.backend.cold_storage()
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
-        raise InvalidInputError(
-            msg, hint="S3 and GCS have; ckptstore replicate --to s3://BUCKET/PREFIX brings it there"
-        )
+        hint = "S3, GCS and Azure have; ckptstore replicate --to URL copies it there"
+        raise errors.InvalidInputError(msg, hint=hint)
     return cold
 
 
@@ -126,7 +110,7 @@ def archivable(
     keep_hot
         Rules as in a retention policy, for versions that stay as they are.
     min_age_s
-        Since they were saved, in seconds.
+        Since they were saved, in seconds by the storage's clock.
 
     Raises
     ------
@@ -137,8 +121,9 @@ def archivable(
     hot = {info.head for info in repo.catalog.runs()}
     if keep_hot is not None:
         hot |= {version.id for version in select_versions(repo, runs=runs, rules=keep_hot)}
-    latest = repo.environment.now_ms() / 1000 - min_age_s
-    return [v for v in chosen if v.id not in hot and v.created_at.timestamp() <= latest]
+    times = StorageTimes(repo)
+    cooled = [version for version in chosen if version.id not in hot]
+    return [one for one in cooled if not min_age_s or times.age_s(one) >= min_age_s]
 
 
 def archive(
@@ -166,11 +151,10 @@ def archive(
         The storage failed; what was moved stays so, and a repetition goes on.
     """
     began = repo.environment.monotonic()
-    found = class_named(check_class(storage_class))
+    found = storage_classes.class_named(storage_classes.check_class(storage_class))
     cold = cold_storage_of(repo)
     if repo.options.read_only and not dry_run:
-        msg = f"{repo.url} was opened read-only"
-        raise ReadOnlyError(msg)
+        raise errors.ReadOnlyError(f"{repo.url} was opened read-only")
     work = _Archiving(
         repo=repo,
         cold=cold,
@@ -191,9 +175,9 @@ class _Archiving:
     """One call; owned by the calling thread."""
 
     repo: Repo
-    cold: ColdStorage
+    cold: storage_classes.ColdStorage
     reach: Reach
-    target: StorageClass
+    target: storage_classes.StorageClass
     named: set[str]
     dry_run: bool
     progress: ProgressCallback
@@ -205,7 +189,7 @@ class _Archiving:
     """Packs that the named versions need."""
     hot: set[str] = field(default_factory=set)
     """Packs that stay, since versions need them that are not named."""
-    infos: Mapping[str, ObjectInfo | ObjectState] = field(default_factory=dict)
+    infos: Mapping[str, ObjectInfo | storage_classes.ObjectState] = field(default_factory=dict)
     """Of those of `wanted` that are there."""
     moving: list[str] = field(default_factory=list)
     there: list[str] = field(default_factory=list)
@@ -232,12 +216,12 @@ class _Archiving:
         self.catalog = self.repo.refresh()
         try:
             self.needs = self.reach.of(self.catalog)
-        except (IntegrityError, FormatError) as error:
+        except (errors.IntegrityError, errors.FormatError) as error:
             cause = error.__cause__
-            why = cause.message if isinstance(cause, CkptStoreError) else error.message
+            why = cause.message if isinstance(cause, errors.CkptStoreError) else error.message
             msg = f"nothing is moved, since it is not known what every version needs: {why}"
             raise type(error)(msg, hint=error.hint) from error
-        if self.target.name != STANDARD:
+        if self.target.name != storage_classes.STANDARD:
             self.hot = set(self._packs(lambda version: version not in self.named))
 
     def _packs(self, wanted: Callable[[str], bool]) -> Iterator[str]:
@@ -266,7 +250,7 @@ class _Archiving:
             return
         needed = set(self._packs(lambda _: True))  # the rest a collection may have deleted
         self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
-        if self.target.name != STANDARD:
+        if self.target.name != storage_classes.STANDARD:
             moved = set(self.moved)
             self.cooled = [
                 version
@@ -283,9 +267,9 @@ class _Archiving:
         """Move a pack; return why that cannot be, empty if it was done."""
         try:
             self.cold.set_class(pack_key(pack), self.target.name)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return _GONE
-        except (ColdObjectError, LimitError) as error:
+        except (errors.ColdObjectError, errors.LimitError) as error:
             return str(error)
         return ""
 
@@ -350,8 +334,8 @@ class _Archiving:
 
 
 def _infos(
-    repo: Repo, cold: ColdStorage, packs: Sequence[str]
-) -> dict[str, ObjectInfo | ObjectState]:
+    repo: Repo, cold: storage_classes.ColdStorage, packs: Sequence[str]
+) -> dict[str, ObjectInfo | storage_classes.ObjectState]:
     """Return size and class of the packs that are there.
 
     By one request each; of many, from a listing, which tells a thousand at once.

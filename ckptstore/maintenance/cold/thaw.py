@@ -10,27 +10,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptstore import limits
-from ckptstore.backends.storage_classes import (
-    Access,
-    ColdStorage,
-    ObjectState,
-    class_named,
-)
+from ckptstore import errors, limits
+from ckptstore.backends.storage_classes import Access, ColdStorage, ObjectState, class_named
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.selection import Selection, select
-from ckptstore.errors import (
-    InvalidInputError,
-    ObjectNotFoundError,
-    StorageError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.live_set import Footprint, Tally, states_of
+from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.shown import Shown
 
 _DAY_S = 86_400.0
 
@@ -55,8 +46,8 @@ class ThawRequest:
     """Told the bytes that can be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThawReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ThawReport(Shown):
     """State of the packs of a version, or of the part of it that is asked for."""
 
     version: str
@@ -77,6 +68,8 @@ class ThawReport:
     was asked for, or it is not known."""
     restored_until: float | None = None
     """When the first of the restored packs is cold again, in seconds since 1970."""
+    for_good: bool = False
+    """Restored packs stay readable: the storage moves them back, and `days` have no effect."""
     seconds: float = 0.0
 
     @property
@@ -107,7 +100,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     _check(request)
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
-        raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
+        raise errors.VersionNotFoundError(msg, hint=_elsewhere(repo, version))
     part = select(repo.manifests.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
     work = _Thawing(repo=repo, cold=repo.backend.cold_storage(), version=version, request=request)
@@ -120,11 +113,9 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
 
 def _check(request: ThawRequest) -> None:
     if not 1 <= request.days <= limits.THAW_DAYS_MAX:
-        msg = f"days are 1 to {limits.THAW_DAYS_MAX}, not {request.days}"
-        raise InvalidInputError(msg)
+        raise errors.InvalidInputError(f"days are 1 to {limits.THAW_DAYS_MAX}, not {request.days}")
     if request.poll_s is not None and not request.poll_s > 0:
-        msg = f"poll_s={request.poll_s} must be positive"
-        raise InvalidInputError(msg)
+        raise errors.InvalidInputError(f"poll_s={request.poll_s} must be positive")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,6 +132,7 @@ class _Thawing:
     asked: dict[str, int] = field(default_factory=dict)
     """Number of requests of this call for a pack."""
     expected_s: tuple[float, float] | None = None
+    for_good: bool = False
 
     def look(self, packs: Sequence[str]) -> None:
         """Find out where some packs are and whether they can be read."""
@@ -158,18 +150,19 @@ class _Thawing:
             if state is None:
                 where = f"{self.version.run}@{self.version.step}"
                 msg = f"{pack_key(pack)}, which {where} needs, is gone"
-                raise ObjectNotFoundError(msg, hint="run ckptstore verify")
+                raise errors.ObjectNotFoundError(msg, hint="run ckptstore verify")
             self.states[pack] = state
 
     def ask(self) -> None:
         """Ask for cold packs, and for more days of those restored for fewer than wanted."""
         if self.cold is None:
             return
-        enough = self.repo.environment.now_ms() / 1000 + (self.request.days - 1) * _DAY_S
-        cold = self._packs("cold")
+        cold, restored = self._packs("cold"), self._packs("restored")
+        now_s = StorageTimes(self.repo).now_s() if restored else 0.0
+        enough = now_s + (self.request.days - 1) * _DAY_S
         short = [
             pack
-            for pack in self._packs("restored")
+            for pack in restored
             if (until := self.states[pack].restored_until) is not None and until < enough
         ]
         for pack in cold:
@@ -181,10 +174,10 @@ class _Thawing:
 
     def _expect(self, name: str) -> None:
         """Take a class into account in what the tier usually takes."""
-        tiers = class_named(name).tiers
+        tiers, self.for_good = class_named(name).tiers, class_named(name).restored_for_good
         if tiers and self.request.tier not in tiers:
             msg = f"{name} is not restored by tier {self.request.tier!r}"
-            raise InvalidInputError(msg, hint="one of " + ", ".join(tiers))
+            raise errors.InvalidInputError(msg, hint="one of " + ", ".join(tiers))
         if tiers:
             low, high = tiers[self.request.tier]
             before = self.expected_s or (0.0, 0.0)
@@ -215,7 +208,8 @@ class _Thawing:
                 self.asked[pack] = self.asked.get(pack, 0) + 1
                 if self.asked[pack] > limits.THAW_REQUESTS_MAX:
                     msg = f"{pack_key(pack)} was asked for again and again, and is cold still"
-                    raise StorageError(msg, hint="look at the bucket's policies, or try later")
+                    hint = "look at the bucket's policies, or try later"
+                    raise errors.StorageError(msg, hint=hint)
             self._ask(lapsed)
             self._tell()
             if any(not self.states[pack].is_readable for pack in part):
@@ -251,6 +245,7 @@ class _Thawing:
             days=self.request.days,
             expected_s=self.expected_s,
             restored_until=min(until, default=None),
+            for_good=self.for_good,
             seconds=seconds,
         )
 

@@ -14,13 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.log import Build
 from ckptstore.catalog.state import Op
+from ckptstore.chunking import batches
+from ckptstore.committing import on_reserve
 from ckptstore.engine.engine import EngineSpec
-from ckptstore.errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import (
     MANIFESTS_PREFIX,
@@ -31,20 +34,28 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
+from ckptstore.format.references import References
 from ckptstore.maintenance.check.leftovers import check_log_is_whole
 from ckptstore.maintenance.collect.inline_deltas import Rebased, rebase
-from ckptstore.maintenance.collect.repack import Repacked, Victim, choose, repack
+from ckptstore.maintenance.collect.reference_cache import ReferenceCache, gathered
+from ckptstore.maintenance.collect.repack import Repacked, choose, is_sparse, repack
 from ckptstore.maintenance.core.live_set import Reach, Tally, list_objects
-from ckptstore.maintenance.core.relocate import batches
+from ckptstore.maintenance.core.storage_times import storage_now
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.repo import Repo
+from ckptstore.shown import HtmlTable, Shown, bytes_text
+
+_HINT_NO_ROOM = (
+    "dead objects are condemned, and those whose grace is over are deleted; only the rewriting of "
+    "packs needs more room: skip it (--no-repack, repack_below=None), or collect again later"
+)
 
 Kinds = Mapping[str, Tally]
 """``packs`` and ``manifests`` to what there is of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GcReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GcReport(Shown):
     """Result of a collection; of a dry run, the result that it would have."""
 
     dry_run: bool
@@ -59,7 +70,8 @@ class GcReport:
     live: Kinds
     """Those that live versions need."""
     live_chunk_bytes: int
-    """Size of live chunks; the rest of `live` packs is dead, for a repack to free."""
+    """Size of live chunks; the rest of `live` packs is dead, for a repack to free. At least so
+    much, where there was nothing to condemn and versions of different collections share a pack."""
     reclaimable_now: Kinds
     """Condemned earlier, and the grace is over; with no grace, those condemned now too."""
     reclaimable_later: Kinds
@@ -85,7 +97,21 @@ class GcReport:
     """Seconds until a second collection deletes what this one left condemned; of a dry run, from
     the collection on that it stands for. 0 if nothing is left."""
 
+    def _summary(self) -> HtmlTable:
+        columns = ("stored", "live", "condemned", "swept", "young")
+        sizes = {
+            name: {k: t.size_bytes for k, t in getattr(self, name).items()} for name in columns
+        }
+        total = {name: bytes_text(sum(sizes[name].values())) for name in columns}
+        dry = "dry run: " if self.dry_run else ""
+        title = (
+            f"{dry}{total['condemned']} condemned, {total['swept']} deleted, {total['live']} live"
+        )
+        rows = [(k, *(bytes_text(sizes[x].get(k, 0)) for x in columns)) for k in self.stored]
+        return HtmlTable(title=title, columns=("OBJECTS", *map(str.upper, columns)), rows=rows)
 
+
+@operation("gc")
 def gc(
     repo: Repo,
     *,
@@ -178,6 +204,8 @@ class Candidates:
     and in an old store that is nearly all of them."""
     dead: set[str] = field(default_factory=set)
     """Needed no more, whatever their age: a manifest that is not live any more named them."""
+    dead_known: bool = False
+    """Those manifests have been read."""
 
     def condemnable(self, now: Catalog, reach: Reach) -> list[str]:
         """Return what may be condemned by a commit that follows `now`, manifests first.
@@ -235,30 +263,47 @@ class _Collection:
     found: Candidates = field(init=False)
     condemned: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
+    settled: frozenset[bytes] | None = None
+    """Digests of manifests with no delta to store by itself, as long as all of them are live."""
 
     def run(self, *, force: bool) -> GcReport:
         """Look at everything first; the figures are those of before anything is done."""
         repo, began = self.repo, self.repo.environment.monotonic()
         catalog = repo.refresh()
         self.found = self._look(catalog)
-        condemnable = self.found.condemnable(catalog, self.reach)
-        before = self._kinds(catalog, condemnable)
+        cache = ReferenceCache(repo)
+        idle = self._if_idle(catalog, cache)
+        condemnable: list[str] = []
+        if idle is None:
+            self._find_dead(catalog)
+            condemnable = self.found.condemnable(catalog, self.reach)
+        before = self._kinds(catalog, condemnable, idle)
         if not force:
             strays = [key for key in before["orphans"] if version_id_of(key) is not None]
             check_log_is_whole(repo, catalog, strays, in_flight=self.orphan_age_s <= 0)
-        rebased = self._rebase()
-        chunks = self.reach.chunks(repo.catalog if rebased.versions_count else catalog)
-        victims, live_bytes = choose(chunks, self.found.objects, below=self.repack_below or 0.0)
-        if self.dry_run:
-            repacked = Repacked.of(victims)
-            self.condemned, self.swept = condemnable, [*before["reclaimable_now"]]
-        else:
-            repacked = self._free(victims)
         age_s = max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
         left = repo.backend.remove_leftovers(
             modified_before=self.found.now_s - age_s, dry_run=self.dry_run
         )
-        live = [details.roles.values() for _, details in catalog.contents(known={})]
+        if self.dry_run:
+            self.condemned, self.swept = condemnable, [*before["reclaimable_now"]]
+        elif idle is None:
+            self._free(catalog)
+        elif self._due(catalog, self.found.now_s):
+            self._sweep()  # what any collection has condemned: the log says what
+        rebased, repacked = Rebased(), Repacked()
+        if idle is not None:
+            live_bytes = sum(idle.packs.values())
+        else:
+            try:
+                rebased, repacked, live_bytes = self._rewrite(catalog)
+            except errors.StorageFullError as error:
+                raise errors.StorageFullError(error.message, hint=_HINT_NO_ROOM) from error
+        if not self.dry_run:
+            repo.backend.keep_reserve()
+            needs = idle or gathered(repo.catalog, self.reach, settled=self.settled)
+            cache.write(needs, repo.catalog.number)
+        live = [details.roles.values() for _, details in self.reach.contents(catalog)]
         kinds = {**before, "condemned": self.condemned, "swept": self.swept}
         return GcReport(
             dry_run=self.dry_run,
@@ -278,7 +323,7 @@ class _Collection:
         )
 
     def _look(self, catalog: Catalog) -> Candidates:
-        """List packs and manifests, and find out which are dead beyond doubt.
+        """List packs and manifests.
 
         By the storage's clock; a dry run of a read-only store takes the time of the newest object,
         which is never too late.
@@ -290,20 +335,19 @@ class _Collection:
         """
         repo = self.repo
         clockless = self.dry_run and repo.options.read_only
-        now_s = None if clockless else _storage_now(repo)
+        now_s = None if clockless else storage_now(repo)
         objects: dict[str, ObjectInfo] = {}
         for prefix in (MANIFESTS_PREFIX, PACKS_PREFIX):
             for info in list_objects(self.tasks, prefix, environment=repo.environment):
                 if version_id_of(info.key) or pack_id(info.key):
                     objects[info.key] = info
-                    self.progress(
-                        Progress(stage="list", done=len(objects), total=0, unit="objects")
-                    )
+                    step = Progress(stage="list", done=len(objects), total=0, unit="objects")
+                    self.progress(step)
         if now_s is None:
             now_s = max((info.modified_at for info in objects.values()), default=0.0)
-        live = [details.manifest_key for _, details in catalog.contents(known={})]
+        live = [details.manifest_key for _, details in self.reach.contents(catalog)]
         dead = catalog.deleted_manifests()
-        found = Candidates(
+        return Candidates(
             now_s=now_s,
             orphan_age_s=self.orphan_age_s,
             objects=objects,
@@ -311,6 +355,13 @@ class _Collection:
             settled=frozenset(version for version, key in dead if key not in objects),
             back=frozenset(key for key in catalog.gone(objects) if key not in catalog.condemned),
         )
+
+    def _find_dead(self, catalog: Catalog) -> None:
+        """Find out, once, what manifests name that are dead or condemned: that needs no age."""
+        found, objects = self.found, self.found.objects
+        if found.dead_known:
+            return
+        found.dead_known = True
         pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
         found.dead.update(found.first(catalog))
         for packs in self.tasks.map(
@@ -321,12 +372,40 @@ class _Collection:
             bytes_max=limits.GC_TASK_MANIFEST_BYTES,
         ):
             found.dead.update(map(pack_key, packs))
-        return found
 
-    def _kinds(self, catalog: Catalog, condemnable: Sequence[str]) -> dict[str, Sequence[str]]:
+    def _if_idle(self, catalog: Catalog, cache: ReferenceCache) -> References | None:
+        """Return what live versions need if there is nothing to condemn or to rewrite.
+
+        By the newest reference record; None if there may be something to do. Then manifests alone
+        say what is needed: a record that is wrong costs time, or leaves what could be freed.
+        """
+        found, objects = self.found, self.found.objects
+        if found.first(catalog) or (needs := cache.read(catalog, self.reach)) is None:
+            return None
+        for _, details in self.reach.contents(catalog):
+            info = objects.get(details.manifest_key)
+            if info is None or info.size_bytes != details.manifest_bytes:
+                return None
+        needed = _keys_of(needs, self.reach, catalog)
+        if any(key not in needed and key not in catalog.condemned for key in objects):
+            self._find_dead(catalog)
+            if found.rest(catalog, needed):
+                return None
+        if self.repack_below is None:
+            return needs
+        sparse = any(
+            pack_key(pack) in objects
+            and is_sparse(size, objects[pack_key(pack)], below=self.repack_below)
+            for pack, size in needs.packs.items()
+        )
+        return needs if needs.deltas_settled and not sparse else None
+
+    def _kinds(
+        self, catalog: Catalog, condemnable: Sequence[str], idle: References | None
+    ) -> dict[str, Sequence[str]]:
         """Return keys by the field of the report that counts them, before anything is done."""
         found, no_grace = self.found, self.grace_s <= 0
-        live = self.reach.keys(catalog)
+        live = self.reach.keys(catalog) if idle is None else _keys_of(idle, self.reach, catalog)
         over = self._due(catalog, found.now_s)
         waiting = sorted(catalog.condemned.keys() - set(over))
         chosen = set(condemnable)
@@ -349,20 +428,44 @@ class _Collection:
         """Store deltas by themselves whose bases nothing else needs."""
         if self.repack_below is None:
             return Rebased()
-        rebased = rebase(self.repo, self.reach, dry_run=self.dry_run, progress=self.progress)
+        catalog = self.repo.refresh()
+        rebased = rebase(
+            *(self.repo, self.reach, catalog), dry_run=self.dry_run, progress=self.progress
+        )
+        if not rebased.packs:
+            live = self.reach.contents(catalog)
+            self.settled = frozenset(details.manifest_digest for _, details in live)
         if not self.dry_run:
             self.found.dead.update(self.found.objects.keys() & map(pack_key, rebased.packs))
         return rebased
 
-    def _free(self, victims: Sequence[Victim]) -> Repacked:
-        """Condemn dead objects, rewrite packs that mostly are, delete what is due."""
+    def _free(self, catalog: Catalog) -> None:
+        """Delete what is due, condemn dead objects: on a full disk, what makes room comes first."""
+        if self.grace_s > 0 and self._due(catalog, self.found.now_s):
+            self._sweep()
         self._condemn()
+        if self.grace_s <= 0:
+            self._sweep()
+
+    def _rewrite(self, catalog: Catalog) -> tuple[Rebased, Repacked, int]:
+        """Rewrite deltas and packs, which needs room; free what is dead then.
+
+        Returns
+        -------
+        tuple
+            Results for deltas and for packs, and the size of live chunks, in bytes.
+        """
+        rebased = self._rebase()
+        chunks = self.reach.chunks(self.repo.catalog if rebased.versions_count else catalog)
+        victims, live_bytes = choose(chunks, self.found.objects, below=self.repack_below or 0.0)
+        if self.dry_run:
+            return rebased, Repacked.of(victims), live_bytes
         repacked = repack(self.repo, self.reach, victims, progress=self.progress, tasks=self.tasks)
         self.found.dead.update(pack_key(victim.pack) for victim in victims)
-        if repacked.versions_count:
+        if rebased.versions_count or repacked.versions_count:
             self._condemn()
-        self._sweep()
-        return repacked
+            self._sweep()
+        return rebased, repacked, live_bytes
 
     def _condemn(self) -> None:
         """Condemn objects, part by part; each part is decided on the catalog that it follows."""
@@ -372,20 +475,25 @@ class _Collection:
             part[:] = self.found.condemnable(now, self.reach)[: limits.KEYS_PER_OP_MAX]
             return content_ops.condemn(now, part)
 
-        while self.repo.log.append_any(build) is not None:
+        while self._append(build):
             self.condemned += part
+
+    def _append(self, build: Build) -> bool:
+        """Commit, on a full storage too; return False if there is nothing to commit."""
+        append = partial(self.repo.log.append_any, build)
+        return on_reserve(self.repo.backend, append) is not None
 
     def _sweep(self) -> None:
         """Delete objects that any collection condemned long enough ago, then commit that."""
         catalog = self.repo.refresh()
         clock = catalog.condemned and self.grace_s > 0
-        now_s = _storage_now(self.repo) if clock else self.found.now_s
+        now_s = storage_now(self.repo) if clock else self.found.now_s
         keys = self._due(catalog, now_s)
         for part in batches(keys, limits.KEYS_PER_OP_MAX):
             deleted = self.tasks.map(_delete, part, count=limits.GC_TASK_DELETES)
             for done, _ in enumerate(deleted, len(self.swept) + 1):
                 self.progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
-            self.repo.log.append_any(partial(content_ops.swept, keys=part))
+            self._append(partial(content_ops.swept, keys=part))
             self.swept += part
 
     def _due(self, catalog: Catalog, now_s: float) -> list[str]:
@@ -428,20 +536,10 @@ class _Collection:
         }
 
 
-def _storage_now(repo: Repo) -> float:
-    """Return the storage's clock: that of an object made for the purpose, and removed again.
-
-    Raises
-    ------
-    StorageError
-        It could not be written.
-    """
-    key = f"probe/{repo.environment.random_hex(8)}-clock"
-    try:
-        repo.backend.put(key, b"clock")
-        return repo.backend.stat(key).modified_at
-    finally:
-        repo.backend.delete(key)
+def _keys_of(needs: References, reach: Reach, catalog: Catalog) -> set[str]:
+    """Return the keys of live manifests and of the packs that they name."""
+    manifests = {details.manifest_key for _, details in reach.contents(catalog)}
+    return manifests.union(map(pack_key, needs.packs))
 
 
 def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:
@@ -451,7 +549,7 @@ def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:
         return ()
     try:
         return outline(backend.get(key, bytes_max=size), where=key)[1]
-    except (IntegrityError, FormatError, NotFoundError):
+    except (errors.IntegrityError, errors.FormatError, errors.NotFoundError):
         return ()
 
 
@@ -463,7 +561,7 @@ def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> N
     for name, value in (("grace", grace_s), ("orphan age", orphan_age_s)):
         if not (math.isfinite(value) and value >= 0):
             msg = f"the {name} is a number of seconds from 0 on, not {value!r}"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
     if repack_below is not None and not 0 <= repack_below <= 1:
         msg = f"the share to repack below is from 0 to 1, not {repack_below!r}"
-        raise InvalidInputError(msg)
+        raise errors.InvalidInputError(msg)

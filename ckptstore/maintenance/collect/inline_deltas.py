@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import Manifest, PieceTable
@@ -88,14 +89,16 @@ class _Family:
 def rebase(
     repo: Repo,
     reach: Reach,
+    catalog: Catalog,
     *,
     dry_run: bool = False,
     progress: ProgressCallback = silent,
 ) -> Rebased:
     """Store deltas by themselves where that takes less, and relocate the versions that hold them.
 
-    Reads the manifests of live versions that hold deltas. A crash anywhere leaves new packs and
-    manifests that nobody names: orphans. Deltas that cannot be read stay as they are.
+    Reads the manifests of versions live in `catalog`, the newest, that hold deltas. A crash
+    anywhere leaves new packs and manifests that nobody names: orphans. Deltas that cannot be read
+    stay as they are.
 
     Raises
     ------
@@ -104,7 +107,7 @@ def rebase(
     CkptStoreError
         As :meth:`ckptstore.catalog.log.Log.append`.
     """
-    families = _families(repo, reach)
+    families = _families(repo, reach, catalog)
     if not families:
         return Rebased()
     chosen: dict[_Chunk, _Child] = {}
@@ -138,9 +141,8 @@ def rebase(
     )
 
 
-def _families(repo: Repo, reach: Reach) -> dict[_Chunk, _Family]:
+def _families(repo: Repo, reach: Reach, catalog: Catalog) -> dict[_Chunk, _Family]:
     """Return the bases that are needed as bases only and whose children take less without them."""
-    catalog = repo.refresh()
     needs = reach.of(catalog)
     families: dict[_Chunk, _Family] = {}
     needed: list[tuple[str, npt.NDArray[np.uint64]]] = []
@@ -181,7 +183,7 @@ def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
     for row in np.flatnonzero(table.base < len(table)).tolist():
         base = int(table.base[row])
         family = families.setdefault(
-            _chunk(table, base),
+            table.chunk_of(base),
             _Family(
                 stored_bytes=int(table.stored[base]),
                 raw_bytes=int(table.slab[base]),
@@ -189,13 +191,8 @@ def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
             ),
         )
         family.children.setdefault(
-            _chunk(table, row),
-            _Child(manifest, row, int(table.stored[row]), int(table.raw[row])),
+            table.chunk_of(row), _Child(manifest, row, int(table.stored[row]), int(table.raw[row]))
         )
-
-
-def _chunk(table: PieceTable, row: int) -> _Chunk:
-    return table.packs[int(table.pack[row])], int(table.offset[row])
 
 
 def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]:
@@ -219,7 +216,7 @@ def _change(
         rows: Sequence[int] = np.flatnonzero(table.base < len(table)).tolist()
         for row in rows:
             place = placed.get(table.ids[row].tobytes())
-            if place is not None and _chunk(table, row) in chosen:
+            if place is not None and table.chunk_of(row) in chosen:
                 places[row] = place
         return replaced(table, manifest.first[-1], places) if places else None
 

@@ -12,7 +12,8 @@ machine, twice, or die; it too leaves orphans at most.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,23 +23,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.base import Backend, Capabilities, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
-from ckptstore.config import Environment
+from ckptstore.chunking import batches
+from ckptstore.config import Environment, Options
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES, IndexRow
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES, IndexRow
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
-from ckptstore.maintenance.core.relocate import batches, relocate, still, write_move
+from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import Version
 from ckptstore.objects.copying import Room, broken, read_rows
-from ckptstore.objects.packs import PackPlan, PackSink, read_index
-from ckptstore.objects.plan import join_chunks
+from ckptstore.objects.joining import join_chunks
+from ckptstore.objects.packs import PackPlan, PackSink, plan_packs, read_index
+from ckptstore.objects.plan import shorter
 from ckptstore.objects.threads import in_threads
 from ckptstore.repo import Repo
 
@@ -114,19 +117,18 @@ def choose(
         info = objects.get(pack_key(pack))
         if info is None:
             continue
-        room = info.size_bytes - HEADER_BYTES - TRAILER_BYTES
-        if size < below * room:
+        if is_sparse(size, info, below=below):
             victims.append(Victim(pack=pack, size_bytes=info.size_bytes, live=live))
     return sorted(victims, key=lambda victim: victim.pack), live_bytes
 
 
+def is_sparse(live_bytes: int, pack: ObjectInfo, *, below: float) -> bool:
+    """Return whether a pack is live to less than the share `below`."""
+    return live_bytes < below * (pack.size_bytes - HEADER_BYTES - TRAILER_BYTES)
+
+
 def repack(
-    repo: Repo,
-    reach: Reach,
-    victims: Sequence[Victim],
-    *,
-    progress: ProgressCallback,
-    tasks: Tasks,
+    repo: Repo, reach: Reach, victims: Sequence[Victim], *, progress: ProgressCallback, tasks: Tasks
 ) -> Repacked:
     """Copy the live chunks of packs elsewhere, and relocate every live version that needs them.
 
@@ -173,8 +175,7 @@ def _copied(
     copies = (
         Recopy(
             storage=tasks.storage,
-            host_bytes=tasks.options.host_bytes,
-            workers=tasks.options.workers,
+            options=tasks.options,
             environment=repo.environment,
             victims=tuple(group),
         )
@@ -191,16 +192,31 @@ def _copied(
     return places, sorted(skipped)
 
 
+@dataclass(slots=True)
+class _Rewrite:
+    """One old pack while its chunks are copied."""
+
+    victim: Victim
+    packs: list[str]
+    """New pack per chunk, in the order of the old offsets."""
+    offsets: npt.NDArray[np.uint64]
+    problem: str = ""
+    """Reason for which the pack stays as it is."""
+
+
+_Part = tuple[_Rewrite, int, list[IndexRow]]
+"""Chunks that one request fetches: of which pack, the place of the first, their rows."""
+_KEPT = (ColdObjectError, IntegrityError, FormatError, NotFoundError)
+"""Errors of a pack that stays as it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recopy:
     """A task: some packs of one storage, with what it may use."""
 
     storage: Shared[Backend]
     environment: Environment
-    host_bytes: int
-    """Memory for chunks in flight."""
-    workers: int
-    """Threads at most."""
+    options: Options
     victims: tuple[Victim, ...]
 
 
@@ -226,50 +242,96 @@ def recopy(
     StorageError
         The storage failed; what was written is left as orphans.
     """
+    threads, shape, plan = _width(task)
     backend = task.storage.value
-    capabilities = backend.capabilities
-    each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
-    workers = max(1, min(task.workers, task.host_bytes // each, len(task.victims)))
-    size = capabilities.pack_bytes
-    plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
     sink = PackSink(backend, task.environment, plan)
-    places: dict[str, Moved] = {}
-    skipped: list[str] = []
+    rewrites: list[_Rewrite] = []
     lock = threading.Lock()
     done = 0
 
-    def copy_pack(turn: int, room: Room, victim: Victim) -> None:
-        """Copy the live chunks of one pack."""
+    def copy_part(turn: int, room: Room, part: _Part) -> None:
+        """Copy the chunks that one request fetches."""
         nonlocal done
-        packs: list[str] = []
-        offsets: list[int] = []
-        try:
-            for part in join_chunks(_live_rows(backend, victim), capabilities):
-                for found in read_rows(backend, victim.pack, part, room):
-                    placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
-                    packs.append(placed.pack)
-                    offsets.append(placed.offset)
-                with lock:
-                    done += sum(row.stored_bytes for row in part)
-                    tell(done)
-        except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
-            with lock:
-                skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
+        rewrite, first, rows = part
+        if rewrite.problem:
             return
-        moved = Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
+        try:
+            for at, found in enumerate(read_rows(backend, rewrite.victim.pack, rows, room), first):
+                placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
+                rewrite.packs[at], rewrite.offsets[at] = placed.pack, placed.offset
+        except _KEPT as error:
+            rewrite.problem = error.message
         with lock:
-            places[victim.pack] = moved
+            done += sum(row.stored_bytes for row in rows)
+            tell(done)
 
-    def begin(turn: int) -> Callable[[Victim], None]:
-        return partial(copy_pack, turn, Room())
+    def begin(turn: int) -> Callable[[_Part], None]:
+        return partial(copy_part, turn, Room())
 
     try:
-        in_threads(workers, iter(task.victims), begin, threading.Event(), name="ckptstore-gc")
+        with closing(_parts(task, threads, shape, rewrites)) as parts:
+            in_threads(threads, parts, begin, threading.Event(), name="ckptstore-gc")
         sink.finish()
     except BaseException:
         sink.abort()
         raise
-    return places, skipped
+    places = {
+        one.victim.pack: Moved(old=one.victim.live.offset, packs=tuple(one.packs), new=one.offsets)
+        for one in rewrites
+        if not one.problem
+    }
+    kept = [one for one in rewrites if one.problem]
+    return places, [f"pack {one.victim.pack} stays as it is: {one.problem}" for one in kept]
+
+
+def _parts(
+    task: Recopy, threads: int, shape: Capabilities, rewrites: list[_Rewrite]
+) -> Generator[_Part, None, None]:
+    """Yield what one request fetches each, pack after pack; their indexes are read ahead."""
+    rows_of = partial(_rows_of, task.storage.value)
+    with closing(at_once(task.storage.value, rows_of, task.victims, most=threads)) as found:
+        for rewrite, rows in found:
+            rewrites.append(rewrite)
+            first = 0
+            for part in join_chunks(rows, shape):
+                yield rewrite, first, part
+                first += len(part)
+
+
+def _rows_of(backend: Backend, victim: Victim) -> tuple[_Rewrite, list[IndexRow]]:
+    """Return the live rows of a pack; none if it stays as it is."""
+    rows, problem = list[IndexRow](), ""
+    try:
+        rows = list(_live_rows(backend, victim))
+    except _KEPT as error:
+        problem = error.message
+    return _Rewrite(victim, [""] * len(rows), np.zeros(len(rows), np.uint64), problem), rows
+
+
+def _width(task: Recopy) -> tuple[int, Capabilities, PackPlan]:
+    """Return how many threads copy, what each of their requests fetches, and the new packs.
+
+    As many as the storage takes requests at once, within half of the memory; the packs have the
+    other half.
+    """
+    capabilities = task.storage.value.capabilities
+    total = sum(victim.live_bytes for victim in task.victims)
+    threads = max(task.options.workers, capabilities.concurrency)
+    shape = shorter(capabilities, total, threads)
+    stored = max(int(victim.live.stored.max(initial=0)) for victim in task.victims)
+    raw = max(int(victim.live.raw.max(initial=0)) for victim in task.victims)
+    each = max(shape.read_bytes_max, stored + CHUNK_HEADER_BYTES) + raw
+    threads = max(1, min(threads, task.options.host_bytes // 2 // each))
+    plan = plan_packs(
+        total,
+        capabilities,
+        threads=threads,
+        memory_bytes=task.options.host_bytes - threads * each,
+        chunk_bytes=raw,
+        in_memory=limits.COPIED_PACKS_IN_MEMORY,
+        whole_bytes=total,
+    )
+    return threads, shape, plan
 
 
 def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
@@ -288,10 +350,7 @@ def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
 
 
 def relocate_needing(
-    repo: Repo,
-    reach: Reach,
-    packs: Container[str],
-    change: Callable[[Manifest], PieceTable | None],
+    repo: Repo, reach: Reach, packs: Container[str], change: Callable[[Manifest], PieceTable | None]
 ) -> int:
     """Write manifests and commit; return how many versions lie elsewhere now.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from sys import intern
 from typing import Any, Final
@@ -37,9 +37,9 @@ from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-# Folders that one task lists; each by itself where more tasks than this run at once.
+# Folders that one task lists. Source: a task costs milliseconds; of 16 million objects its result
+# has 20 MB.
 _WIDTH: Final = 4
-_MANY: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +138,7 @@ class Reach:
     """
 
     def __init__(
-        self,
-        repo: Repo,
-        *,
-        progress: ProgressCallback = silent,
-        tasks: Tasks | None = None,
+        self, repo: Repo, *, progress: ProgressCallback = silent, tasks: Tasks | None = None
     ) -> None:
         self._repo = repo
         self._progress = progress
@@ -165,27 +161,51 @@ class Reach:
         StorageError
             The storage failed.
         """
-        live = list(catalog.contents(known=self._details))
-        new = [version for version, details in live if details.manifest_digest not in self._known]
-        self._read([catalog.version(version) for version in new])
+        needs = self.by_manifest(catalog)
         return {
-            version: self._known[details.manifest_digest]
-            for version, details in live
-            if details.manifest_digest in self._known
+            version: needs[details.manifest_digest]
+            for version, details in self.contents(catalog)
+            if details.manifest_digest in needs
         }
+
+    def contents(self, catalog: Catalog) -> Iterator[tuple[str, Details]]:
+        """Yield id and details of each version that has more than its record."""
+        return catalog.contents(known=self._details)
+
+    def by_manifest(
+        self, catalog: Catalog, *, without: Container[bytes] = (), read: bool = True
+    ) -> dict[bytes, Footprint]:
+        """Return footprints as :meth:`of`, by the digests of the manifests.
+
+        Parameters
+        ----------
+        without
+            Digests of manifests that are neither read nor returned.
+        read
+            False: of manifests that were read before, alone.
+        """
+        live = [
+            (version, details.manifest_digest)
+            for version, details in self.contents(catalog)
+            if details.manifest_digest not in without
+        ]
+        if read:
+            new = [version for version, digest in live if digest not in self._known]
+            self._read([catalog.version(version) for version in new])
+        return {digest: self._known[digest] for _, digest in live if digest in self._known}
 
     def keys(self, catalog: Catalog) -> set[str]:
         """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`."""
         packs = {pack for need in self.of(catalog).values() for pack in need.packs}
-        found = {details.manifest_key for _, details in catalog.contents(known=self._details)}
+        found = {details.manifest_key for _, details in self.contents(catalog)}
         return found.union(map(pack_key, packs))
 
-    def chunks(self, catalog: Catalog) -> Iterator[tuple[str, ChunkTable]]:
-        """Yield each pack that is needed, once, with its live chunks; as :meth:`of`.
+    def chunks(self, catalog: Catalog, *, read: bool = True) -> Iterator[tuple[str, ChunkTable]]:
+        """Yield each pack that is needed, once, with its live chunks; as :meth:`by_manifest`.
 
         Of packs that several manifests name, which come last, the chunks are put together.
         """
-        needs = list(self.of(catalog).values())
+        needs = list(self.by_manifest(catalog, read=read).values())
         names = Counter(pack for need in needs for pack in need.packs)
         joined: dict[str, ChunkTable] = {}
         for need in needs:
@@ -214,9 +234,8 @@ class Reach:
                 self._known[bytes.fromhex(version.manifest_digest)] = need
             else:
                 self._refuse(version, need)
-            self._progress(
-                Progress(stage="manifests", done=done, total=len(versions), unit="versions")
-            )
+            step = Progress(stage="manifests", done=done, total=len(versions), unit="versions")
+            self._progress(step)
 
     def _refuse(self, version: Version, error: CkptStoreError) -> None:
         """Return if the version changed since it was read; else raise the error that stops all."""
@@ -266,7 +285,7 @@ def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iter
     StorageError
         The storage failed.
     """
-    backend, engine = tasks.storage.value, tasks.engine
+    backend = tasks.storage.value
     began = environment.monotonic()
     count = 0
     last = ""
@@ -279,12 +298,10 @@ def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iter
     else:
         return
     slow = environment.monotonic() - began > count * limits.GC_LIST_SLOW_S
-    if engine is None and not slow:
+    if tasks.engine is None and not slow:
         yield from backend.list(prefix, after=last)
         return
-    # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
-    width = 1 if engine is not None and engine.workers > _MANY else _WIDTH
-    for part in tasks.map(_list_folder, list(_folders(prefix, last)), count=width):
+    for part in tasks.map(_list_folder, list(_folders(prefix, last)), count=_WIDTH):
         yield from part
 
 

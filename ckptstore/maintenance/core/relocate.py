@@ -6,7 +6,7 @@ version as it was. The commit that makes the version point to it condemns the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ckptstore.catalog import content_ops
@@ -15,9 +15,15 @@ from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import Level
 from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.content import content_digest
+from ckptstore.config import check_choice
+from ckptstore.errors import IntegrityError
+from ckptstore.events import silent
 from ckptstore.format.manifest import Manifest
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
+from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.piece_writer import write_pieces
+from ckptstore.objects.sources import PieceSource
 from ckptstore.repo import Repo
 
 T = TypeVar("T")
@@ -57,6 +63,44 @@ def write_move(
     )
 
 
+def write_alone(
+    repo: Repo, pieces: Mapping[bytes, PieceSource], *, codec: str = "auto"
+) -> tuple[dict[bytes, Location], int]:
+    """Write pieces, given by their ids, to new chunks, which hold nothing else.
+
+    Returns
+    -------
+    tuple
+        Where each lies, durable, and the bytes of the new packs.
+
+    Raises
+    ------
+    IntegrityError
+        A piece changed in memory meanwhile.
+    StorageError
+        The storage failed.
+    """
+    written = write_pieces(
+        list(pieces.values()),
+        backend=repo.backend,
+        environment=repo.environment,
+        options=repo.options,
+        known=KnownPieces([]),
+        chunk_bytes=max(repo.chunk_bytes, *(source.nbytes for source in pieces.values())),
+        choice=check_choice(codec),
+        progress=silent,
+    )
+    known = KnownPieces([written.table])
+    places: dict[bytes, Location] = {}
+    for piece_id, source in pieces.items():
+        place = known.find(piece_id, source.nbytes)
+        if place is None:  # pragma: no cover - its digest was checked before
+            msg = f"a piece of {source.nbytes} bytes changed in memory while it was written"
+            raise IntegrityError(msg)
+        places[piece_id] = place
+    return places, written.pack_bytes
+
+
 def record_move(version: Version) -> Move:
     """Return the move by which only the record of a version is kept."""
     return Move(
@@ -83,10 +127,7 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
         As :func:`ckptstore.catalog.content_ops.relocate`.
     """
     replaced = [catalog.version(move.version).manifest_key for move in moves]
-    return [
-        *content_ops.relocate(catalog, moves),
-        *content_ops.condemn(catalog, replaced),
-    ]
+    return [*content_ops.relocate(catalog, moves), *content_ops.condemn(catalog, replaced)]
 
 
 def relocate(repo: Repo, choose: Callable[[Catalog], Sequence[Move]]) -> Sequence[Move]:
@@ -113,8 +154,3 @@ def relocate(repo: Repo, choose: Callable[[Catalog], Sequence[Move]]) -> Sequenc
         return relocating(now, moves)
 
     return moves if repo.log.append_any(build) is not None else ()
-
-
-def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield a sequence in parts, each as long as one commit or one task takes."""
-    return (items[start : start + size] for start in range(0, len(items), size))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ckptstore.catalog import retention
 from ckptstore.catalog.policy import Policy
+from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -38,6 +39,7 @@ def select_versions(
     """
     catalog = repo.refresh()
     policy = None if rules is None else Policy.from_json({"full": rules})
+    times = StorageTimes(repo)
     names = list(runs)
     if not names and (policy is not None or not refs):
         names = [info.name for info in catalog.runs()]
@@ -46,8 +48,7 @@ def select_versions(
         if policy is None:
             chosen = list(catalog.versions(name))
         else:
-            now_ms = repo.environment.now_ms()
-            chosen = retention.chosen_by(catalog, name, policy, now_ms=now_ms)
+            chosen = retention.chosen_by(catalog, name, policy, times=times)
         found.update((version.id, version) for version in chosen)
     with_content = (version for version in found.values() if version.level != "record")
     return sorted(with_content, key=lambda version: (version.commit, version.step))

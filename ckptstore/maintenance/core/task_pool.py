@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from itertools import islice
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.transfers import Threads
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
@@ -31,6 +31,8 @@ Tell = Callable[[int], None]
 _AHEAD: Final = 16
 """Items a thread that are under way, or done and not yet taken: bounds the results that wait
 for their reader. Source: enough that one slow request does not leave the other threads idle."""
+_AHEAD_MAX: Final = 256
+"""Such items of all threads. Source: results are manifests, of some megabytes at most."""
 
 
 def at_once(
@@ -46,15 +48,15 @@ def at_once(
     backend
         The storage that `work` asks; its ``concurrency`` says how many threads there are.
     most
-        Items that are under way, or done and not yet taken; None for 16 a thread.
+        Items that are under way, or done and not yet taken; None for 16 a thread, at most 256.
     """
     workers = min(backend.capabilities.concurrency, len(items), most or len(items))
     if workers < 2:
         yield from map(work, items)
         return
-    ahead = iter(items)
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-requests") as pool:
-        coming = deque(pool.submit(work, item) for item in islice(ahead, most or workers * _AHEAD))
+    ahead, due = iter(items), min(workers * _AHEAD, max(workers, _AHEAD_MAX))
+    with Threads(workers, thread_name_prefix="ckptstore-requests") as pool:
+        coming = deque(pool.submit(work, item) for item in islice(ahead, most or due))
         try:
             while coming:
                 result = coming.popleft().result()
@@ -177,7 +179,7 @@ def open_tasks(repo: Repo, executor: EngineSpec | None, workers: int | None) -> 
     if executor is None or (executor == THREADS and workers is None):
         yield Tasks.of(repo)
         return
-    with open_engine(executor, workers=workers, environment=repo.environment) as engine:
+    with open_engine(executor, workers=workers) as engine:
         yield Tasks.of(repo, engine)
 
 

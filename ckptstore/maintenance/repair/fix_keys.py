@@ -14,21 +14,10 @@ from itertools import count
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap
 from ckptstore.config import SYSTEM, Environment, writer_identity
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CorruptObjectError,
-    EncryptionKeyError,
-    FormatError,
-    LimitError,
-    ObjectNotFoundError,
-    StoreNotFoundError,
-    UnsupportedFeatureError,
-    WrongKeyError,
-)
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, key_record_key
 from ckptstore.format.superblock import Superblock
@@ -117,10 +106,9 @@ def _superblock(backend: Backend) -> Superblock:
     superblock = read_superblock(backend)
     if superblock is None:
         msg = f"there is no store at {backend.url}"
-        raise StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
+        raise errors.StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
     if superblock.encryption is None:
-        msg = f"{backend.url} is not encrypted"
-        raise EncryptionKeyError(msg)
+        raise errors.EncryptionKeyError(f"{backend.url} is not encrypted")
     return superblock
 
 
@@ -129,7 +117,8 @@ def _numbers(backend: Backend) -> list[int]:
     numbers = sorted(record_numbers(backend))
     if len(numbers) > limits.KEY_RECORDS_MAX:
         msg = f"{len(numbers)} records are below {KEYS_PREFIX}, more than {limits.KEY_RECORDS_MAX}"
-        raise LimitError(msg, hint="remove those from storage whose times show that they are new")
+        hint = "remove those from storage whose times show that they are new"
+        raise errors.LimitError(msg, hint=hint)
     return numbers
 
 
@@ -141,11 +130,11 @@ def _opened(
     read = 0
     for number in numbers:
         with suppress(
-            CorruptObjectError,
-            FormatError,
-            UnsupportedFeatureError,
-            WrongKeyError,
-            ObjectNotFoundError,
+            errors.CorruptObjectError,
+            errors.FormatError,
+            errors.UnsupportedFeatureError,
+            errors.WrongKeyError,
+            errors.ObjectNotFoundError,
         ):
             record = read_record(backend, number)
             read += 1
@@ -156,9 +145,10 @@ def _opened(
         return found
     if read:
         msg = f"the key {user_key.id} opens none of {len(numbers)} records below {KEYS_PREFIX}"
-        raise WrongKeyError(msg, hint="give the key that the store was opened with last")
+        raise errors.WrongKeyError(msg, hint="give the key that the store was opened with last")
     msg = f"no record below {KEYS_PREFIX} at {backend.url} can be read"
-    raise CorruptObjectError(msg, hint="restore keys/ from a backup: nothing opens it otherwise")
+    hint = "restore keys/ from a backup: nothing opens it otherwise"
+    raise errors.CorruptObjectError(msg, hint=hint)
 
 
 def _write(
@@ -175,6 +165,6 @@ def _write(
     written = records.put(fresh, data_key, user_key)
     if written is None:
         msg = f"another process has written {key_record_key(number)} at {records.backend.url}"
-        raise AmbiguousWriteError(msg, hint="see who does, and do it again")
+        raise errors.AmbiguousWriteError(msg, hint="see who does, and do it again")
     check_written(records.backend, written, user_key)
     return written

@@ -13,28 +13,15 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import decode_commit, extended
 from ckptstore.catalog.reading import LogReader
-from ckptstore.errors import (
-    CorruptObjectError,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    ObjectExistsError,
-    UnsupportedFeatureError,
-)
-from ckptstore.format.keys import (
-    COMMITS_PREFIX,
-    commit_key,
-    commit_number,
-    snapshot_key,
-)
+from ckptstore.chunking import batches
+from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number, snapshot_key
 from ckptstore.maintenance.check.verify import snapshot_numbers, wrong_snapshots
-from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.repair.repair_report import CommitFinding
 from ckptstore.repo import Repo
 
@@ -115,8 +102,8 @@ def _entries(repo: Repo, last: int) -> dict[int, _Entry]:
                 entry.digest, entry.previous = commit.digest, commit.body.previous
             if error is None:
                 break
-            if isinstance(error, UnsupportedFeatureError) or not isinstance(
-                error, (IntegrityError, FormatError)
+            if isinstance(error, errors.UnsupportedFeatureError) or not isinstance(
+                error, (errors.IntegrityError, errors.FormatError)
             ):
                 raise error
             entries[todo[len(commits)]].error = error.message
@@ -128,7 +115,8 @@ def _snapshot_digests(backend: Backend) -> dict[int, str]:
     """Return the digest of each commit that a sound snapshot was folded to."""
     digests = {}
     for number in snapshot_numbers(backend):
-        with suppress(IntegrityError, FormatError, NotFoundError):  # it proves nothing
+        # A damaged one proves nothing.
+        with suppress(errors.IntegrityError, errors.FormatError, errors.NotFoundError):
             digests[number] = snapshots.read_one(backend, number).digest
     return digests
 
@@ -148,7 +136,7 @@ def _proof(repo: Repo, entry: _Entry, entries: dict[int, _Entry], evidence: dict
 def _bytes_at(backend: Backend, number: int) -> bytes | None:
     try:
         return backend.get(commit_key(number), bytes_max=limits.COMMIT_BYTES_MAX)
-    except (NotFoundError, CorruptObjectError):
+    except (errors.NotFoundError, errors.CorruptObjectError):
         return None
 
 
@@ -166,7 +154,7 @@ def _find_copy(repo: Repo, source: Repo | None, entry: _Entry, digest: str) -> s
         return f"{source.url} does not have it"
     try:
         commit = decode_commit(data, where=f"{commit_key(entry.number)} of {source.url}")
-    except (IntegrityError, FormatError) as error:
+    except (errors.IntegrityError, errors.FormatError) as error:
         return error.message
     if commit.digest != digest or commit.number != entry.number:
         return f"{source.url} has another commit of this number: it is no copy of this log"
@@ -185,12 +173,12 @@ def _put(repo: Repo, key: str, data: bytes, *, replace: bool) -> None:
     conditional = repo.put_if_absent() is PutIfAbsent.ATOMIC
     try:
         (repo.backend.put_if_absent if conditional else repo.backend.put)(key, data)
-    except ObjectExistsError:
+    except errors.ObjectExistsError:
         # Another repair at the same time: theirs has the same proof, hence the same bytes.
         if repo.backend.get(key, bytes_max=limits.COMMIT_BYTES_MAX) != data:
             msg = f"{key} was taken by another commit meanwhile"
             hint = "stop all writers; run ckptstore repair again"
-            raise CorruptObjectError(msg, hint=hint) from None
+            raise errors.CorruptObjectError(msg, hint=hint) from None
 
 
 def mend_snapshots(repo: Repo, *, dry_run: bool) -> tuple[str, ...]:
@@ -217,7 +205,7 @@ def mend_snapshots(repo: Repo, *, dry_run: bool) -> tuple[str, ...]:
         snapshot_key(number)
         for number, error in wrong_snapshots(repo.backend, numbers, digests)
         # Pruned since; or of a commit that came after this read the log.
-        if not isinstance(error, NotFoundError) and number <= max(digests, default=0)
+        if not isinstance(error, errors.NotFoundError) and number <= max(digests, default=0)
     ]
     if broken and not dry_run:
         for key in broken:

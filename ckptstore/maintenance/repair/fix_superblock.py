@@ -19,24 +19,13 @@ from typing import Final, Literal
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.reading import LogReader
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
-from ckptstore.errors import (
-    CorruptObjectError,
-    EncryptionKeyError,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    ObjectNotFoundError,
-    ReadOnlyError,
-    StoreNotFoundError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
 from ckptstore.format.segments import MAGIC
@@ -141,9 +130,9 @@ def _damage(backend: Backend) -> str | None:
     """Return the damage of the superblock: None for none, an empty text if it is missing."""
     try:
         return "" if read_superblock(backend) is None else None
-    except UnsupportedFeatureError:
+    except errors.UnsupportedFeatureError:
         raise
-    except (IntegrityError, FormatError) as error:
+    except (errors.IntegrityError, errors.FormatError) as error:
         return error.message
 
 
@@ -154,9 +143,9 @@ def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | 
     """
     looked = False
     for info in islice(backend.list(COMMITS_PREFIX), _LOOKED_AT):
-        with suppress(CorruptObjectError, ObjectNotFoundError):  # another may be sound
-            bytes_max = limits.COMMIT_BYTES_MAX * 2
-            data, looked = backend.get(info.key, bytes_max=bytes_max), True
+        # Another may be sound.
+        with suppress(errors.CorruptObjectError, errors.ObjectNotFoundError):
+            data, looked = backend.get(info.key, bytes_max=limits.COMMIT_BYTES_MAX * 2), True
             if not data.startswith(MAGIC):
                 continue
             if key is None:
@@ -165,7 +154,7 @@ def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | 
     if key is not None and looked:
         msg = f"nothing at {backend.url} is encrypted, but a key was given"
         hint = "leave the key out: encryption_key=, --key, CKPTSTORE_KEY"
-        raise EncryptionKeyError(msg, hint=hint)
+        raise errors.EncryptionKeyError(msg, hint=hint)
     return None
 
 
@@ -177,9 +166,9 @@ def _commits(backend: Backend, environment: Environment) -> list[Commit]:
     for number in islice(filter(None, listed), _LOOKED_AT):
         try:
             found.append(reader.read(number))
-        except UnsupportedFeatureError:
+        except errors.UnsupportedFeatureError:
             raise
-        except (IntegrityError, FormatError):
+        except (errors.IntegrityError, errors.FormatError):
             continue  # another may be sound
     return found
 
@@ -188,11 +177,11 @@ def _refuse(backend: Backend, damage: str) -> None:
     if damage:
         msg = f"{damage}; and no commit at {backend.url} can be read that says what it was of"
         hint = f"if nothing is stored there, remove {STORE_KEY} and create the store anew"
-        raise CorruptObjectError(msg, hint=hint)
+        raise errors.CorruptObjectError(msg, hint=hint)
     msg = f"there is no store at {backend.url}: neither {STORE_KEY} nor a commit that can be read"
     left = any(True for prefix in OBJECT_PREFIXES for _ in backend.list(prefix))
     hint = f"create one: ckptstore init {backend.url}"
-    raise StoreNotFoundError(msg, hint="restore commits/ from a backup" if left else hint)
+    raise errors.StoreNotFoundError(msg, hint="restore commits/ from a backup" if left else hint)
 
 
 def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Superblock | None:
@@ -201,7 +190,7 @@ def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Supe
     for commit in commits:
         try:
             same = reader.find(commit.number, wait=False)
-        except (IntegrityError, FormatError):
+        except (errors.IntegrityError, errors.FormatError):
             continue  # another may be sound
         if same is not None:
             return source.superblock if same.digest == commit.digest else None
@@ -248,7 +237,7 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
     """
     try:
         catalog = repo.refresh()
-    except (IntegrityError, FormatError):
+    except (errors.IntegrityError, errors.FormatError):
         catalog = repo.log.catalog  # what came before the damage
     own: Counter[int] = Counter()
     foreign: Counter[int] = Counter()
@@ -257,7 +246,8 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
         votes = foreign if ORIGIN_KEY in version.metadata else own
         if votes is foreign and foreign.total() >= _LOOKED_AT:
             continue
-        with suppress(IntegrityError, FormatError, NotFoundError):  # another may be sound
+        # Another may be sound.
+        with suppress(errors.IntegrityError, errors.FormatError, errors.NotFoundError):
             votes[repo.manifests.load(version).chunk_bytes] += 1
         looked += votes is own
         if looked >= _LOOKED_AT:
@@ -276,8 +266,7 @@ def _write(
 ) -> None:
     """Probe the storage, and write a superblock with the result, if that is wished and safe."""
     if options.read_only:
-        msg = f"{backend.url} was opened read-only"
-        raise ReadOnlyError(msg)
+        raise errors.ReadOnlyError(f"{backend.url} was opened read-only")
     probed = prober(backend, environment)
     conditional = probed.put_if_absent is PutIfAbsent.ATOMIC
     if not conditional and not options.single_writer:

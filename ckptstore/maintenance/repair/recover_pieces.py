@@ -23,20 +23,18 @@ from ckptstore.backends.base import Backend
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, decode
 from ckptstore.codecs.plane_layout import Layout
-from ckptstore.config import check_choice
-from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
+from ckptstore.errors import ColdObjectError, CorruptObjectError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest
+from ckptstore.maintenance.core.relocate import write_alone
 from ckptstore.maintenance.core.task_pool import grouped
-from ckptstore.objects.index import Base, KnownPieces, Location, location_of, placed_table, remap
+from ckptstore.objects.index import Base, Location, location_of, placed_table, remap
 from ckptstore.objects.piece_reader import ReadItem, read_pieces
-from ckptstore.objects.piece_writer import write_pieces
 from ckptstore.objects.scan import scan_chunks
-from ckptstore.objects.sources import PieceSource
+from ckptstore.objects.sources import PieceSource, piece_in_memory
 from ckptstore.repo import Repo
 
 _Place = tuple[str, int, int]
@@ -59,19 +57,6 @@ class Need:
 
 _Members = list[tuple[int, Need]]
 """Pieces that a chunk should hold, each with its place in the decoded chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """Bytes in memory, as the payload of a source."""
-
-    data: bytes | bytearray
-
-    def view(self) -> memoryview:
-        return memoryview(self.data)
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        out[:] = self.view()[start : start + len(out)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,14 +128,7 @@ class Rescue:
             return False
         self._mark(piece_id, origin)
         if not self.dry_run:
-            dtype = self.needs[piece_id].dtype
-            self._held[piece_id] = PieceSource(
-                nbytes=len(data),
-                dtype=dtype,
-                itemsize=ITEM_BYTES[dtype],
-                row_bytes=len(data),  # never cut
-                payload=_InMemory(data),
-            )
+            self._held[piece_id] = piece_in_memory(data, self.needs[piece_id].dtype)
             self._held_bytes += len(data)
             if self._held_bytes >= limits.MEND_BATCH_BYTES:
                 self.flush()
@@ -167,25 +145,9 @@ class Rescue:
         held, self._held, self._held_bytes = self._held, {}, 0
         if not held:
             return
-        repo = self.repo
-        written = write_pieces(
-            list(held.values()),
-            backend=repo.backend,
-            environment=repo.environment,
-            options=repo.options,
-            known=KnownPieces([]),
-            chunk_bytes=max(repo.chunk_bytes, *(source.nbytes for source in held.values())),
-            choice=check_choice(self.codec or repo.options.codec),
-            progress=silent,
-        )
-        self.written_bytes += written.pack_bytes
-        known = KnownPieces([written.table])
-        for piece_id, source in held.items():
-            place = known.find(piece_id, source.nbytes)
-            if place is None:  # pragma: no cover - its digest was checked above
-                msg = f"a piece of {source.nbytes} bytes changed in memory while it was written"
-                raise IntegrityError(msg)
-            self.placed[piece_id] = place
+        places, size = write_alone(self.repo, held, codec=self.codec or self.repo.options.codec)
+        self.placed |= places
+        self.written_bytes += size
 
     def forget(self, packs: AbstractSet[str]) -> None:
         """Drop places in packs that a collection condemned: those pieces are needed again."""
@@ -197,9 +159,8 @@ class Rescue:
     def _mark(self, piece_id: bytes, origin: str) -> None:
         self.rescued.add(piece_id)
         self.origins[origin] += 1
-        self.progress(
-            Progress(stage="mend", done=len(self.rescued), total=len(self.needs), unit="pieces")
-        )
+        step = Progress(stage="mend", done=len(self.rescued), total=len(self.needs), unit="pieces")
+        self.progress(step)
 
     # --- where pieces may be ----------------------------------------------------------------------
 
@@ -271,8 +232,7 @@ class Rescue:
                 if header.chunk_id in self.needs:
                     wanted.append((0, self.needs[header.chunk_id]))
                 way = (header.codec, header.layout)
-                stored = memoryview(chunk.stored)
-                self._take(wanted, [way], stored, header.raw_bytes, "scanned")
+                self._take(wanted, [way], memoryview(chunk.stored), header.raw_bytes, "scanned")
         except (CorruptObjectError, NotFoundError):
             return  # it was cut or removed since: it has no more to offer
 

@@ -19,10 +19,11 @@ from itertools import chain
 import numpy as np
 
 from ckptstore import limits
-from ckptstore.catalog import content_ops
-from ckptstore.catalog.content_ops import Move
+from ckptstore.backends.transfers import operation
+from ckptstore.catalog.content_ops import Move, quarantine, verified
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
+from ckptstore.chunking import batches
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
@@ -33,7 +34,7 @@ from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_co
 from ckptstore.maintenance.check.verify import Level
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.live_set import live_versions
-from ckptstore.maintenance.core.relocate import batches, relocate, still, write_move
+from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
 from ckptstore.maintenance.repair.repair_report import (
@@ -43,11 +44,12 @@ from ckptstore.maintenance.repair.repair_report import (
     Mended,
     RepairReport,
 )
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.objects.index import location_of
 from ckptstore.repo import Repo
 
 
+@operation("repair")
 def repair(
     repo: Repo,
     *,
@@ -188,11 +190,10 @@ class _Repair:
     def _needed(self, content: Content) -> list[int]:
         """Return the rows that must lie elsewhere."""
         survey, table = self.survey, content.manifest.pieces
+        broken = survey.broken_packs
         rows: set[int] = set()
-        if survey.broken_packs:
-            places = [
-                place for place, pack in enumerate(table.packs) if pack in survey.broken_packs
-            ]
+        if broken:
+            places = [place for place, pack in enumerate(table.packs) if pack in broken]
             rows.update(np.flatnonzero(np.isin(table.pack, places)).tolist())
         if survey.bad:
             rows.update(row for row in range(len(table)) if survey.why(table, row))
@@ -310,9 +311,7 @@ class _Repair:
         missing = self.rescue.missing
         return [
             ColdSource(
-                version=version.id,
-                run=version.run,
-                step=version.step,
+                **naming(version),
                 url=repo.url,
                 command=thaw_command(version.id, repo.url),
                 pieces_count=len(pieces & missing),
@@ -381,24 +380,14 @@ class _Repair:
                 whole.append(label)
         version = item.version
         if whole or item.rebuilt:
-            self.mended.append(
-                Mended(
-                    version=version.id,
-                    run=version.run,
-                    step=version.step,
-                    manifest=item.rebuilt,
-                    tensors=tuple(whole),
-                )
-            )
+            found = Mended(**naming(version), manifest=item.rebuilt, tensors=tuple(whole))
+            self.mended.append(found)
         if lost:
             self._note_lost(version, tuple(lost), next(iter(lost.values())))
 
     def _note_lost(self, version: Version, tensors: tuple[str, ...], why: str) -> None:
         """Note that tensors of a version are lost; all of them, if none is named."""
-        found = Lost(
-            version=version.id, run=version.run, step=version.step, tensors=tensors, why=why
-        )
-        self.lost.append(found)
+        self.lost.append(Lost(**naming(version), tensors=tensors, why=why))
 
     def quarantine(self) -> tuple[str, ...]:
         """Record the versions that lost tensors; return those that were not recorded yet."""
@@ -415,12 +404,7 @@ class _Repair:
             if version.damaged and (digest := self.survey.sound.get(version.id))
         }
         if digests or sound:
-            self.repo.log.append_any(
-                lambda now: [
-                    *content_ops.quarantine(now, digests),
-                    *content_ops.verified(now, sound),
-                ]
-            )
+            self.repo.log.append_any(lambda now: [*quarantine(now, digests), *verified(now, sound)])
         return tuple(digests)
 
 

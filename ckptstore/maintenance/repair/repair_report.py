@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.maintenance.check.integrity_scan import Problem
-
-__all__ = ["ColdSource", "CommitFinding", "Lost", "Mended", "RepairReport"]
+from ckptstore.model import NamedVersion
+from ckptstore.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,9 @@ class CommitFinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class Mended(NamedVersion):
     """A version that was brought back, wholly or in part; in a dry run, one that can be."""
 
-    version: str
-    run: str
-    step: int
     manifest: bool
     """Its manifest was lost, too, and was rebuilt."""
     tensors: tuple[str, ...]
@@ -37,24 +34,18 @@ class Mended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class Lost(NamedVersion):
     """A version that lost some of its tensors, or all."""
 
-    version: str
-    run: str
-    step: int
     tensors: tuple[str, ...]
     """Paths of the tensors that are lost; empty if the whole version is."""
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColdSource:
+class ColdSource(NamedVersion):
     """A version of another store that holds missing pieces in an archive class."""
 
-    version: str
-    run: str
-    step: int
     url: str
     """Where the other store is, without credentials."""
     command: str
@@ -62,8 +53,8 @@ class ColdSource:
     pieces_count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RepairReport(Shown):
     """Findings of a repair, and its results."""
 
     dry_run: bool

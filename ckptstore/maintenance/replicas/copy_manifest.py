@@ -28,17 +28,19 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import logical_bytes, read_content
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
-from ckptstore.events import ProgressCallback
+from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_id, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow
 from ckptstore.maintenance.core.live_set import list_objects
-from ckptstore.maintenance.core.task_pool import Tasks, at_once
+from ckptstore.maintenance.core.relocate import write_alone
+from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed, read_index
-from ckptstore.objects.piece_reader import ReadItem
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
+from ckptstore.objects.sources import piece_in_memory
 from ckptstore.repo import Repo
 
 ORIGIN_KEY: Final = "forked_from"
@@ -73,6 +75,8 @@ class Landed:
     """For how long their packs were read again, of all threads together."""
     is_cold: bool
     """Packs could not be read again, since they went to where they have to be thawed first."""
+    rewritten: frozenset[int]
+    """Rows of pieces that were stored by themselves, and were not read again."""
     resumed: Mapping[tuple[str, int], Placed]
     """Chunks that an interrupted copy had left in the target, by pack and offset in the source.
     Their content was not read."""
@@ -98,6 +102,7 @@ def transplant(
     progress: ProgressCallback,
     copies: ChunkCopies | None = None,
     orphans: Orphans | None = None,
+    alone: bool = False,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
 
@@ -111,6 +116,9 @@ def transplant(
         Copies the chunks; None for threads of this process, from one backend to the other.
     orphans
         Finds what an interrupted copy left: the caller reads it before relying on it.
+    alone
+        Bring nothing but the pieces of `manifest`: those that share a chunk with others, or are
+        differences to others, are stored by themselves.
 
     Raises
     ------
@@ -123,6 +131,12 @@ def transplant(
     own = manifest.first[-1]
     named: set[str] = set()
     found, bases = _located(manifest, target, candidates, without, named)
+    rewritten: frozenset[int] = frozenset()
+    if alone:
+        found = {row: found[row] for row in range(own)}  # and no bases
+        entangled = [row for row in found if found[row] is None and _is_entangled(manifest, row)]
+        found |= _rewritten(manifest, entangled, source, target)
+        rewritten = frozenset(entangled)
     missing = [row for row, place in found.items() if place is None]
     resumed: Mapping[tuple[str, int], Placed] = {}
     if orphans is not None:
@@ -133,7 +147,7 @@ def transplant(
     wants = [
         ReadItem(row=row, out=None, label=labels[int(owners[row])])
         for row in missing
-        if chunk_of(manifest.pieces, row) not in resumed
+        if manifest.pieces.chunk_of(row) not in resumed
     ]
     copies = copies or ChunkCopies(
         source=Shared(source.backend),
@@ -142,11 +156,12 @@ def transplant(
         environment=target.environment,
     )
     copied = copies.copy(manifest.pieces, wants, progress)
-    arrived = [row for row in missing if row < own]
+    arrived = [row for row in range(own) if found[row] is None or row in rewritten]
     table = _placed(manifest.pieces, own, found, {**copied.places, **resumed})
+    landed = replace(manifest, pieces=table)
     return Landed(
-        manifest=replace(manifest, pieces=table),
-        roles=_role_bytes(manifest, owners, missing),
+        manifest=landed,
+        roles=_role_bytes(landed if alone else manifest, owners, arrived if alone else missing),
         receipt={
             "copy_s": target.environment.monotonic() - began,
             "pack_bytes": float(copied.pack_bytes),
@@ -158,25 +173,59 @@ def transplant(
         chunk_bytes=_stored_bytes(copied.places),
         read_back_s=copied.read_back_s,
         is_cold=copied.is_cold,
+        rewritten=rewritten,
         resumed=resumed,
     )
+
+
+def _is_entangled(manifest: Manifest, row: int) -> bool:
+    """Return whether a piece cannot be read from its chunk alone, or is not all of it."""
+    table = manifest.pieces
+    return table.base_of(row) is not None or int(table.slab[row]) != int(table.raw[row])
+
+
+def _rewritten(
+    manifest: Manifest, rows: Sequence[int], source: Repo, target: Repo
+) -> dict[int, Location]:
+    """Store pieces in new chunks of the target, which hold nothing else; return their places.
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece is lost in the source.
+    ColdObjectError, StorageError
+        A piece lies in an archive class; one of the storages failed.
+    """
+    table, labels = manifest.pieces, read_content(manifest).labels
+    owners = _owners(manifest, {})
+    placed: dict[int, Location] = {}
+    sizes = [int(table.raw[row]) for row in rows]
+    for batch in grouped(rows, sizes, size=limits.MEND_BATCH_BYTES, count=len(rows)):
+        memory = {row: bytearray(int(table.raw[row])) for row in batch}
+        read_pieces(
+            table,
+            [
+                ReadItem(row=row, out=memoryview(data), label=labels[int(owners[row])])
+                for row, data in memory.items()
+            ],
+            backend=source.backend,
+            options=source.options,
+            progress=silent,
+        )
+        ids = {row: table.ids[row].tobytes() for row in batch}
+        dtypes = {row: manifest.tensors[int(owners[row])].dtype for row in batch}
+        pieces = {ids[row]: piece_in_memory(memory[row], dtypes[row]) for row in batch}
+        places, _ = write_alone(target, pieces)
+        placed |= {row: places[ids[row]] for row in batch}
+    return placed
 
 
 def _stored_bytes(places: Mapping[tuple[str, int], Placed]) -> int:
     return sum(CHUNK_HEADER_BYTES + place.stored_bytes for place in places.values())
 
 
-def chunk_of(table: PieceTable, row: int) -> tuple[str, int]:
-    """Return pack and offset of the chunk in which a piece lies."""
-    return table.packs[int(table.pack[row])], int(table.offset[row])
-
-
 def foresee(
-    manifest: Manifest,
-    *,
-    target: Repo,
-    candidates: Sequence[Version],
-    planned: set[bytes],
+    manifest: Manifest, *, target: Repo, candidates: Sequence[Version], planned: set[bytes]
 ) -> tuple[int, int]:
     """Return how many chunks :func:`transplant` would copy, and their stored bytes with headers.
 
@@ -325,7 +374,7 @@ def _placed(
         location = found[row]
         if location is not None:
             return location
-        placed = places[chunk_of(table, row)]
+        placed = places[table.chunk_of(row)]
         base = table.base_of(row)
         refers = base is not None and Base(piece_id=table.ids[base].tobytes(), location=place(base))
         return Location(
@@ -366,7 +415,7 @@ def _role_bytes(
         if row < manifest.first[-1] and (piece := table.ids[row].tobytes()) not in ids:
             ids.add(piece)
             part[1] += int(table.raw[row])
-        if (chunk := chunk_of(table, row)) not in chunks:
+        if (chunk := table.chunk_of(row)) not in chunks:
             chunks.add(chunk)
             part[2] += int(table.stored[row]) + CHUNK_HEADER_BYTES
     return {
@@ -419,7 +468,7 @@ class Orphans:
         StorageError
             One of the storages failed.
         """
-        wanted = {chunk_of(table, row): int(table.stored[row]) for row in rows}
+        wanted = {table.chunk_of(row): int(table.stored[row]) for row in rows}
         total = sum(wanted.values())
         if total < limits.RESUME_BYTES_MIN:
             return {}

@@ -29,17 +29,15 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, Quarantine
 from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.lifecycle_ops import Pin, pin_for, unpin_for
-from ckptstore.catalog.replica_ops import Arrival
 from ckptstore.catalog.state import Op
+from ckptstore.chunking import batches
 from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
-from ckptstore.maintenance.core.relocate import batches, record_move, relocate
-from ckptstore.maintenance.replicas.replicate_version import Failure, read_back
+from ckptstore.maintenance.core.relocate import record_move, relocate
+from ckptstore.maintenance.replicas.replicate_version import Failure, put_arriving, read_back
 from ckptstore.maintenance.retention.remove import undelete
-from ckptstore.manifests import relied_on
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.repo import Repo
-
-__all__ = ["EvictReport", "evict"]
+from ckptstore.shown import Shown
 
 _log = logging.getLogger("ckptstore")
 
@@ -47,8 +45,8 @@ Missing = Callable[[Sequence[Version]], Collection[str]]
 """Given versions of the other store, gives the ids of those whose objects are not all there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class EvictReport(Shown):
     """Result of an eviction, or of its dry run."""
 
     evicted: tuple[Version, ...] = ()
@@ -180,10 +178,7 @@ class SecondLook:
         except CkptStoreError as error:
             _log.warning("%s is %s, though %s: %s", version.label, self.done, why, error)
             message = f"it was {self.done}, though {why}; undelete it there: {error}"
-            failure = Failure(
-                version=version.id, run=version.run, step=version.step, message=message
-            )
-            self.lost.append(failure)
+            self.lost.append(Failure(**naming(version), message=message))
         else:
             _log.warning("%s is not %s: %s", version.label, self.done, why)
             self.returned.append(version.id)
@@ -199,13 +194,7 @@ class SecondLook:
             The storage failed.
         """
         manifest = self.here.manifests.load(version)
-        pointer = self.here.manifests.put(manifest)
-        arrival = Arrival(
-            manifest=pointer,
-            roles=version.roles,
-            receipt=version.receipt,
-            relies_on=relied_on(pointer, manifest),
-        )
+        arrival = put_arriving(self.here, manifest, version.roles, version.receipt)
         store = self.here.superblock.store_id
 
         def build(now: Catalog) -> list[Op]:
@@ -252,10 +241,8 @@ class Pins:
 
     def has(self, version_id: str) -> bool:
         """Return whether a version is pinned there, by its log as it was last read."""
-        catalog = self.there.catalog
-        return (
-            catalog.has_version(version_id) and self.store in catalog.version(version_id).pinned_for
-        )
+        found = self.there.catalog.find(version_id)
+        return found is not None and self.store in found.pinned_for
 
     def leave(self, versions: Sequence[Version]) -> set[str]:
         """Pin versions there that are not deleted, in one commit; return ids of the new pins."""
@@ -288,24 +275,22 @@ class Pins:
     def forgotten(self) -> list[str]:
         """Return the ids of versions that are pinned there, and whose record is deleted here."""
         now = self.here.catalog
-        pinned = self.there.catalog.pinned()
-        ids = (one.id for one in pinned if self.store in one.pinned_for)
+        ids = (one.id for one in self.there.catalog.pinned() if self.store in one.pinned_for)
         return [one for one in ids if now.has_version(one) and now.version(one).deleted]
 
 
 def release(repo: Repo, store: str) -> list[str]:
     """Take all pins away that another store has in one; return the ids of the versions."""
-    pinned = repo.refresh().pinned()
-    ids = [one.id for one in pinned if store in one.pinned_for]
+    ids = [one.id for one in repo.refresh().pinned() if store in one.pinned_for]
     for part in batches(ids, limits.RELOCATES_PER_COMMIT):
         repo.log.append_any(partial(unpin_for, versions=part, store=store))
     return ids
 
 
 def _rests_on_record(now: Catalog, version_id: str) -> bool:
-    if not now.has_version(version_id):
+    version = now.find(version_id)
+    if version is None:
         return True  # this log was put back to an older state: it knows nothing about it
-    version = now.version(version_id)
     return version.level == "record" and not version.deleted
 
 
@@ -323,10 +308,7 @@ class _Evicting:
 
     def __post_init__(self) -> None:
         self.second = SecondLook(
-            here=self.here,
-            there=self.there,
-            holds=self._still_holds,
-            done="evicted",
+            here=self.here, there=self.there, holds=self._still_holds, done="evicted"
         )
 
     def report(self, missed: Collection[str] = ()) -> EvictReport:
@@ -402,11 +384,8 @@ class _Evicting:
 
     def _holds(self, version: Version) -> bool:
         """Return whether the other store has as much of a version, by its log as last read."""
-        there = self.there.catalog
-        if not there.has_version(version.id):
-            return False
-        found = there.version(version.id)
-        if LEVELS.index(found.level) < LEVELS.index(version.level):
+        found = self.there.catalog.find(version.id)
+        if found is None or LEVELS.index(found.level) < LEVELS.index(version.level):
             return False
         # This log can vouch for the state that is here, and for that which was saved. What was
         # rounded there, or by other bounds, is neither: a load here would refuse it.

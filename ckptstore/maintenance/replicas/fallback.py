@@ -14,30 +14,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.backends.transfers import Threads
 from ckptstore.catalog.commits import decode_commit
 from ckptstore.catalog.replica_ops import Replicate
 from ckptstore.catalog.run_ops import Save
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.config import Options
-from ckptstore.errors import (
-    CkptStoreError,
-    ColdObjectError,
-    CorruptObjectError,
-    EncryptionKeyError,
-    IntegrityError,
-    OperationCancelledError,
-    ReplicaChangedError,
-    StoreNotFoundError,
-    TransientStorageError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import commit_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
@@ -88,12 +76,12 @@ class FallThrough:
     repo: Repo
     version: Version
     tiers: Sequence[Tier]
-    why: CkptStoreError
+    why: errors.CkptStoreError
     tell: Callable[[Tier, str], None]
     """Told, each time, which replica is read from and why."""
     whole: bool = False
     """Only the state as it was first saved will do, not what of it is kept here."""
-    reasons: list[tuple[Tier, CkptStoreError]] = field(default_factory=list)
+    reasons: list[tuple[Tier, errors.CkptStoreError]] = field(default_factory=list)
     """Why replicas could not help."""
 
     def content(self) -> Content:
@@ -114,14 +102,14 @@ class FallThrough:
         for tier in self.tiers:
             try:
                 found = self.find(tier)
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 self.note(tier, error)
             else:
                 yield found
 
-    def note(self, tier: Tier, error: CkptStoreError) -> None:
+    def note(self, tier: Tier, error: errors.CkptStoreError) -> None:
         """Note why a replica does not help; loudly if another store is in its place."""
-        if isinstance(error, ReplicaChangedError):
+        if isinstance(error, errors.ReplicaChangedError):
             _log.warning("%s is left out: %s", tier, error)
         self.reasons.append((tier, error))
 
@@ -138,23 +126,20 @@ class FallThrough:
             It cannot be opened or read.
         """
         repo = tier.open()
-        catalog = repo.refresh()
-        if not catalog.has_version(self.version.id):
-            msg = "it does not have the version"
-            raise VersionNotFoundError(msg)
-        there = catalog.version(self.version.id)
+        there = repo.refresh().find(self.version.id)
+        if there is None:
+            raise errors.VersionNotFoundError("it does not have the version")
         if there.deleted or there.level == "record":
             what = "it has deleted the version" if there.deleted else "it keeps only the record too"
-            raise VersionNotFoundError(what)
+            raise errors.VersionNotFoundError(what)
         kept = not self.whole and there.content == self.version.content
         if not kept and there.content != self._first_content():
             what = "as another state" if there.level == "full" else f"only as {there.level}"
-            msg = f"it has the version {what}"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(f"it has the version {what}")
         manifest = repo.manifests.load(there)
         if content_digest(manifest) != there.content:
             msg = "its manifest of the version is not of the state that the log names"
-            raise CorruptObjectError(msg)
+            raise errors.CorruptObjectError(msg)
         return Found(tier=tier, repo=repo, version=there, manifest=manifest)
 
     def _first_content(self) -> str:
@@ -168,30 +153,30 @@ class FallThrough:
                 return op.content
         return self.version.content
 
-    def failure(self, error: CkptStoreError) -> CkptStoreError:
+    def failure(self, error: errors.CkptStoreError) -> errors.CkptStoreError:
         """Return an error of the same kind that also says why the replicas do not help."""
         others = "; ".join(f"{tier}: {found.message}" for tier, found in self.reasons)
         made = type(error)(f"{error.message}; {others}", hint=self._next_step(error))
         made.__cause__ = self.reasons[-1][1] if self.reasons else error
         return made
 
-    def _next_step(self, error: CkptStoreError) -> str:
+    def _next_step(self, error: errors.CkptStoreError) -> str:
         """Return what to do, by the most hopeful of the reasons."""
         for tier, found in self.reasons:
-            if isinstance(found, ColdObjectError):
+            if isinstance(found, errors.ColdObjectError):
                 return thaw_command(self.version.id, tier.info.url)
         for tier, found in self.reasons:
-            if isinstance(found, EncryptionKeyError):
+            if isinstance(found, errors.EncryptionKeyError):
                 options = {tier.info.name: {"encryption_key": "file:PATH"}}
                 there = f"on the command line: --from replica:{tier.info.name} --from-key SPEC"
                 return f"give its key: ckptstore.open(..., replicas={options}); {there}"
-            if isinstance(found, TransientStorageError):
+            if isinstance(found, errors.TransientStorageError):
                 return f"try again when {tier.info.url} answers"
-            if isinstance(found, StoreNotFoundError):
+            if isinstance(found, errors.StoreNotFoundError):
                 name = tier.info.name
                 return f"is it mounted? Where it is now: ckptstore replica add {name} URL"
         for tier, found in self.reasons:
-            if not isinstance(found, VersionNotFoundError):
+            if not isinstance(found, errors.VersionNotFoundError):
                 return found.hint or f"look at it: ckptstore verify --store {tier.info.url}"
         return error.hint
 
@@ -224,18 +209,18 @@ class FallThrough:
         """
         turn = replace(self, reasons=[])  # those of this reading
         left = list(items)
-        lost: CkptStoreError = self.why
+        lost: errors.CkptStoreError = self.why
         for found in turn._in_turn(first):
             failed: list[ReadItem] = []
 
             def keep(
-                item: ReadItem, error: CkptStoreError, failed: list[ReadItem] = failed
+                item: ReadItem, error: errors.CkptStoreError, failed: list[ReadItem] = failed
             ) -> None:
                 nonlocal lost
                 failed.append(item)
                 lost = error
 
-            backend = StoppableBackend(found.repo.backend)
+            backend = StoppableBackend(found.repo.load_backend)
             stop.append(backend)
             self.tell(found.tier, self.why.message)
             try:
@@ -247,9 +232,9 @@ class FallThrough:
                     progress=progress,
                     on_failure=keep,
                 )
-            except OperationCancelledError:
+            except errors.OperationCancelledError:
                 raise
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 turn.note(found.tier, error)
                 continue
             left = failed
@@ -266,7 +251,7 @@ class FallThrough:
             done = first.tier.info.name
             try:
                 again = self.find(first.tier)
-            except CkptStoreError as error:
+            except errors.CkptStoreError as error:
                 self.note(first.tier, error)
             else:
                 if again.version.manifest_digest != first.version.manifest_digest:
@@ -298,7 +283,7 @@ def read_falling(
         return
     why = failed[0][1]
     what = f"{len(failed)} pieces are lost here, the first: {why.message}"
-    owner = fall_through(why, told="" if isinstance(why, ColdObjectError) else what)
+    owner = fall_through(why, told="" if isinstance(why, errors.ColdObjectError) else what)
     lost = [item for item, _ in failed]
     meter = _Meter(table, items, progress)
     meter.done = meter.total - meter.size_of(lost)
@@ -311,9 +296,9 @@ def _read_here(
     backend: Backend,
     options: Options,
     progress: ProgressCallback,
-) -> list[tuple[ReadItem, CkptStoreError]]:
+) -> list[tuple[ReadItem, errors.CkptStoreError]]:
     """Read pieces from this store; return those that it cannot give, all if any is cold."""
-    failed: list[tuple[ReadItem, CkptStoreError]] = []
+    failed: list[tuple[ReadItem, errors.CkptStoreError]] = []
     try:
         read_pieces(
             table,
@@ -323,7 +308,7 @@ def _read_here(
             progress=progress,
             on_failure=lambda item, error: failed.append((item, error)),
         )
-    except ColdObjectError as cold:  # here, and maybe not in a replica
+    except errors.ColdObjectError as cold:  # here, and maybe not in a replica
         return [(item, cold) for item in items]
     return failed
 
@@ -390,7 +375,7 @@ class _Split:
             return
         back = {id(new): old for new, old in mapped}
         share = replace(options, host_bytes=max(1, options.host_bytes // 2)) if away else options
-        with ThreadPoolExecutor(1, "ckptstore-replica") as pool:
+        with Threads(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
                 wanted = [new for new, _ in mapped]
@@ -433,10 +418,8 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
 
     def is_at_hand(version_id: str) -> bool:
         """Return whether a version is here with some of its content."""
-        if not catalog.has_version(version_id):
-            return False
-        found = catalog.version(version_id)
-        return not found.deleted and found.level != "record"
+        found = catalog.find(version_id)
+        return found is not None and not found.deleted and found.level != "record"
 
     near = near_versions(
         catalog,
@@ -450,7 +433,7 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
     for one in near:
         try:
             tables.append(read_manifest(repo.backend, one).pieces)
-        except IntegrityError:  # that one is damaged: nothing is known of it
+        except errors.IntegrityError:  # that one is damaged: nothing is known of it
             continue
     gone = {pack for table in tables for pack in table.packs if catalog.gone([pack_key(pack)])}
     return KnownPieces(tables, without=gone)

@@ -25,12 +25,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.names import encode_metadata
-from ckptstore.maintenance.replicas.copy_manifest import (
-    ORIGIN_KEY,
-    Landed,
-    likely_versions,
-    transplant,
-)
+from ckptstore.maintenance.replicas import copy_manifest
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
@@ -52,12 +47,7 @@ class ForkRequest:
 
 
 def fork(
-    target: Repo,
-    repo: Repo,
-    source: Version,
-    request: ForkRequest,
-    *,
-    lender: Found | None = None,
+    target: Repo, repo: Repo, source: Version, request: ForkRequest, *, lender: Found | None = None
 ) -> Version:
     """Begin a run of `target` at a version of a store, the same or another; return the first one.
 
@@ -96,9 +86,8 @@ def fork(
     target.check_writable()
     work = _Fork(target=target, repo=repo, source=source, request=request, lender=lender)
     if work.is_foreign:
-        if ORIGIN_KEY in request.metadata:
-            msg = f"the metadata key {ORIGIN_KEY!r} is taken"
-            raise InvalidInputError(msg)
+        if copy_manifest.ORIGIN_KEY in request.metadata:
+            raise InvalidInputError(f"the metadata key {copy_manifest.ORIGIN_KEY!r} is taken")
         _check_whole(source)
     return commit_retrying(work.attempt)
 
@@ -186,22 +175,22 @@ class _Fork:
             manifest=first.pointer,
             content=first.content,
             directions={**self.repo.catalog.run(source.run).metrics, **request.directions},
-            metadata={**request.metadata, ORIGIN_KEY: _origin(self.repo, source)},
+            metadata={**request.metadata, copy_manifest.ORIGIN_KEY: _origin(self.repo, source)},
             roles=first.roles,
             receipt=first.receipt,
             relies_on=first.relies_on,
         )
 
-    def _bring(self, wanted: Manifest, without: Collection[str]) -> Landed:
+    def _bring(self, wanted: Manifest, without: Collection[str]) -> copy_manifest.Landed:
         """Bring the chunks of a fork that the target does not have."""
         there = self.repo if self.lender is None else self.lender.repo
         shown = f"{self.source.run}@{self.source.step}"
         with naming_cold(self.source.id, there.url, shown=shown):
-            return transplant(
+            return copy_manifest.transplant(
                 wanted,
                 source=there,
                 target=self.target,
-                candidates=likely_versions(self.target.catalog, self.source.id),
+                candidates=copy_manifest.likely_versions(self.target.catalog, self.source.id),
                 without=without,
                 progress=self.request.progress,
             )
@@ -219,6 +208,5 @@ def _origin(repo: Repo, source: Version) -> dict[str, object]:
 
 def _check_whole(source: Version) -> None:
     if source.damaged:
-        msg = f"parts of {source.label} are lost"
         hint = "load what is intact (include=) and save it as a run of its own"
-        raise CorruptObjectError(msg, hint=hint)
+        raise CorruptObjectError(f"parts of {source.label} are lost", hint=hint)

@@ -20,32 +20,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog import replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.state import Op
+from ckptstore.chunking import batches
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import CkptStoreError, ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
-from ckptstore.maintenance.replicas.copy_manifest import (
-    Orphans,
-    foresee,
-    near_versions,
-    newest_heads,
-)
+from ckptstore.maintenance.replicas import copy_manifest, replicate_version
 from ckptstore.maintenance.replicas.evict import Pins
-from ckptstore.maintenance.replicas.replicate_version import (
-    Failure,
-    ReplicateRequest,
-    Sides,
-    bring,
-    read_back,
-    take_back_deletion,
-)
-from ckptstore.model import Version
+from ckptstore.maintenance.replicas.replicate_version import Failure
+from ckptstore.model import NamedVersion, Version, naming
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.repo import Repo
+from ckptstore.shown import Shown
 
 _log = logging.getLogger("ckptstore")
 
@@ -60,17 +51,14 @@ whole or in part; or the source has lost it since it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class LeftOut(NamedVersion):
     """A version that does not come, by the decision of one of the stores."""
 
-    version: str
-    run: str
-    step: int
     why: Why
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicateReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReplicateReport(Shown):
     """Result of a replication, or of its dry run."""
 
     dry_run: bool
@@ -118,11 +106,12 @@ class ReplicateReport:
         return ColdObjectError.exit_code if cold else IntegrityError.exit_code
 
 
+@operation("replicate")
 def replicate(
     source: Repo,
     target: Repo,
     versions: Sequence[Version],
-    request: ReplicateRequest,
+    request: replicate_version.ReplicateRequest,
     *,
     executor: EngineSpec | None = None,
     workers: int | None = None,
@@ -169,12 +158,13 @@ def replicate(
             bytes_per_s=request.bytes_per_s,
             check=request.check,
         )
-        orphans = Orphans(target) if request.resume else None
+        orphans = copy_manifest.Orphans(target) if request.resume else None
         work = _Replication(
-            sides=Sides(
+            sides=replicate_version.Sides(
                 source=source, target=target, request=request, copies=copies, orphans=orphans
             ),
             wanted=[version for version in versions if version.level != "record"],
+            chosen=frozenset(version.id for version in versions),
         )
         work.look()
         if request.dry_run:
@@ -191,8 +181,10 @@ def replicate(
 class _Replication:
     """One replication; owned by the calling thread."""
 
-    sides: Sides
+    sides: replicate_version.Sides
     wanted: Sequence[Version]
+    chosen: frozenset[str]
+    """Ids of these, and of versions whose record alone is asked for."""
     missing: list[Version] = field(default_factory=list)
     """Versions that are to be copied, in the order of the source's commits."""
     line: list[Version] = field(default_factory=list)
@@ -219,7 +211,7 @@ class _Replication:
         before = self.sides.source.refresh()
         here = self.sides.target.refresh()
         for version in sorted(self.wanted, key=lambda version: version.commit):
-            known = here.version(version.id) if here.has_version(version.id) else None
+            known = here.find(version.id)
             asked = version.id in self.sides.request.again
             less = known is not None and replica_ops.has_less(known, version)
             if known is None or (asked and (known.deleted or less)):
@@ -235,13 +227,14 @@ class _Replication:
         roots = [version.id for version in self.missing]
         origins = (before.run(version.run).origin for version in self.missing)
         self.line = replica_ops.lineage(before, [*roots, *filter(None, origins)])
+        if self.sides.request.alone:
+            self.line = [version for version in self.line if version.id in self.chosen]
         runs = {version.run for version in (*self.wanted, *self.line)}
         replica_ops.check_line(here, before, runs)
-        self.heads = newest_heads(here)
+        self.heads = copy_manifest.newest_heads(here)
 
     def _leave(self, version: Version, why: Why) -> None:
-        left = LeftOut(version=version.id, run=version.run, step=version.step, why=why)
-        self.left.append(left)
+        self.left.append(LeftOut(**naming(version), why=why))
 
     def _near(self, version: Version) -> list[Version]:
         """Return the target's versions that are likely to have chunks of one.
@@ -255,14 +248,12 @@ class _Replication:
 
         def shares(version_id: str) -> bool:
             """Return whether chunks of a version of the target may be shared."""
-            if not here.has_version(version_id):
+            found = here.find(version_id)
+            if found is None or found.deleted or found.damaged or found.level == "record":
                 return False
-            found = here.version(version_id)
-            if found.deleted or found.damaged or found.level == "record":
-                return False
-            return read_back(found) or not self.sides.request.check
+            return replicate_version.read_back(found) or not self.sides.request.check
 
-        return near_versions(
+        return copy_manifest.near_versions(
             here,
             version,
             ids=ids,
@@ -281,11 +272,8 @@ class _Replication:
             except IntegrityError as error:
                 self._failed(version, error)
                 continue
-            count, size = foresee(
-                manifest,
-                target=self.sides.target,
-                candidates=self._near(version),
-                planned=planned,
+            count, size = copy_manifest.foresee(
+                manifest, target=self.sides.target, candidates=self._near(version), planned=planned
             )
             self.chunks_count += count
             self.chunk_bytes += size
@@ -333,13 +321,15 @@ class _Replication:
             In the order of their commits, each after its parent, unless that is there already.
         """
         source, log = self.sides.source, self.sides.target.log
+        alone = self.sides.request.alone
         store = source.superblock.store_id
-        for start in range(0, len(records), _RECORDS_AT_ONCE):
-            batch = records[start : start + _RECORDS_AT_ONCE]
+        for batch in batches(records, _RECORDS_AT_ONCE):
 
             def build(now: Catalog, batch: Sequence[Version] = batch) -> list[Op]:
                 """Return what of the batch is not known yet, as far as one commit holds it."""
-                ops = replica_ops.arrive(now, source.catalog, batch, store=store, arrivals={})
+                ops = replica_ops.arrive(
+                    now, source.catalog, batch, store=store, arrivals={}, alone=alone
+                )
                 return replica_ops.fitting(ops)
 
             while log.append_any(build) is not None:
@@ -354,12 +344,12 @@ class _Replication:
             if version.id not in self.sides.request.again:  # deleted since it was looked for
                 self._leave(version, "deleted in the target")
                 return True
-            if take_back_deletion(self.sides, version):
+            if replicate_version.take_back_deletion(self.sides, version):
                 self.present.append(version.id)
                 return True
         progress = self._progress(version)
         try:
-            fate, landed = bring(self.sides, version, self._near, progress)
+            fate, landed = replicate_version.bring(self.sides, version, self._near, progress)
         finally:
             progress(Progress(stage="copy", done=1, total=1))
         if landed is not None:
@@ -389,15 +379,7 @@ class _Replication:
 
     def _failed(self, version: Version, error: IntegrityError | ColdObjectError) -> None:
         _log.warning("%s@%s was not replicated: %s", version.run, version.step, error)
-        self.failures.append(
-            Failure(
-                version=version.id,
-                run=version.run,
-                step=version.step,
-                message=str(error),
-                kind=error.kind,
-            )
-        )
+        self.failures.append(Failure(**naming(version), message=str(error), kind=error.kind))
 
     def follow(self) -> None:
         """Bring metrics, tags and heads of runs to where the source has them.
@@ -422,7 +404,8 @@ class _Replication:
         Of versions that were there already only those that were read back there, or first saved
         there, are not damaged, and of which the target keeps as much.
         """
-        if not self.sides.request.check:
+        known = self.sides.source.backend.capabilities
+        if not self.sides.request.check or self.sides.request.alone or known.read_only:
             return
         source, store = self.sides.source, self.sides.target.superblock.store_id
         ids = [one for one in (*self.copied, *self.present) if self._is_sound(one)]
@@ -443,7 +426,9 @@ class _Replication:
         there = self.sides.target.catalog.version(version_id)
         here = self.sides.source.catalog.version(version_id)
         as_much = LEVELS.index(there.level) >= LEVELS.index(here.level)
-        return as_much and read_back(there) and not (there.damaged or there.deleted)
+        return (
+            as_much and replicate_version.read_back(there) and not (there.damaged or there.deleted)
+        )
 
     def report(self, seconds: float) -> ReplicateReport:
         """Return what was done."""

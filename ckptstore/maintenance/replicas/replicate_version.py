@@ -7,31 +7,24 @@ crash at any moment leaves objects that nobody names, or the whole version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog import replica_ops
 from ckptstore.catalog.content_ops import Condemn
 from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest, read_content
 from ckptstore.committing import commit_retrying
-from ckptstore.errors import (
-    ColdObjectError,
-    CondemnedError,
-    CorruptObjectError,
-    IntegrityError,
-    InvalidInputError,
-    VersionNotFoundError,
-)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.replicas.copy_manifest import Landed, Orphans, transplant
 from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
-from ckptstore.model import Version
+from ckptstore.model import NamedVersion, RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.repo import Repo
@@ -54,19 +47,18 @@ class ReplicateRequest:
     """Ids of versions that come also if the target has deleted them, or keeps less of them."""
     resume: bool = True
     """Look in the target for chunks that an interrupted copy left there."""
+    alone: bool = False
+    """Bring these versions and no records of ancestors; do not note in the source who has them."""
     progress: ProgressCallback = silent
     """Told the bytes in memory of the versions that are done, of those that are to be copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(NamedVersion):
     """A version that could not be copied, while others were."""
 
-    version: str
-    run: str
-    step: int
     message: str
-    kind: str = IntegrityError.kind
+    kind: str = errors.IntegrityError.kind
     """Code of the error: it is damaged, or cold and must be thawed first."""
 
 
@@ -92,7 +84,7 @@ def bring(
     version: Version,
     near: Callable[[Version], list[Version]],
     progress: ProgressCallback,
-) -> tuple[Fate | IntegrityError | ColdObjectError, Landed | None]:
+) -> tuple[Fate | errors.IntegrityError | errors.ColdObjectError, Landed | None]:
     """Copy a version and commit it; return its fate, or why it failed, and the copy.
 
     One that is damaged does not keep the others back. One that was moved meanwhile is copied from
@@ -117,16 +109,16 @@ def bring(
 
     def attempt(
         without: set[str],
-    ) -> tuple[Fate | IntegrityError | ColdObjectError, Landed | None]:
+    ) -> tuple[Fate | errors.IntegrityError | errors.ColdObjectError, Landed | None]:
         """Copy and commit, from where the version is now."""
         nonlocal version, tries
         tries += 1
         folded = sides.target.catalog.number
         try:
             landed = _land(sides, version, near(version), without, progress)
-        except ColdObjectError as error:  # of the source: the others are not held up
+        except errors.ColdObjectError as error:  # of the source: the others are not held up
             return error, None
-        except IntegrityError as error:
+        except errors.IntegrityError as error:
             now = sides.source.refresh().version(version.id)
             if now.deleted or now.level == "record":
                 return "deleted in the source", None
@@ -140,7 +132,7 @@ def bring(
             return attempt(without)
         try:
             return _commit(sides, version, landed), landed
-        except CondemnedError:
+        except errors.CondemnedError:
             sides.forget_orphans()
             raise
 
@@ -157,9 +149,9 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
     """Undelete a version in the target; return whether as much of it is there then."""
     try:
         undelete(sides.target, [version.id])
-    except (VersionNotFoundError, CondemnedError, CorruptObjectError):
+    except (errors.VersionNotFoundError, errors.CondemnedError, errors.CorruptObjectError):
         return False
-    except InvalidInputError:  # somebody else did meanwhile
+    except errors.InvalidInputError:  # somebody else did meanwhile
         pass
     now = sides.target.catalog.version(version.id)
     return not now.deleted and not replica_ops.has_less(now, version)
@@ -178,11 +170,11 @@ def _land(
     """
     if version.damaged:
         msg = f"parts of {version.label} are lost"
-        raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
+        raise errors.CorruptObjectError(msg, hint="mend it first: ckptstore repair")
     manifest = sides.source.manifests.load(version)
     if content_digest(manifest) != version.content:
         msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
-        raise CorruptObjectError(msg, hint="run ckptstore verify")
+        raise errors.CorruptObjectError(msg, hint="run ckptstore verify")
     shown = f"{version.run}@{version.step}"
     while True:
         with naming_cold(version.id, sides.source.url, shown=shown):
@@ -195,11 +187,12 @@ def _land(
                 without=without,
                 progress=progress,
                 orphans=sides.orphans,
+                alone=sides.request.alone,
             )
         began = sides.target.environment.monotonic()
         try:
             _read_resumed(sides, landed)
-        except (IntegrityError, ColdObjectError) as error:
+        except (errors.IntegrityError, errors.ColdObjectError) as error:
             _log.warning("what an interrupted copy left is copied again: %s", error)
             without |= landed.resumed_packs
             continue
@@ -209,7 +202,7 @@ def _land(
         return unread
     try:
         _read_deltas(sides, landed)
-    except ColdObjectError:  # its base is cold there: it came, and does not count as read
+    except errors.ColdObjectError:  # its base is cold there: it came, and does not count as read
         return unread
     seconds = landed.read_back_s + sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
@@ -223,7 +216,7 @@ def _read_resumed(sides: Sides, landed: Landed) -> None:
     table, old = landed.manifest.pieces, landed.resumed_packs
 
     def is_old(row: int | None) -> bool:
-        return row is not None and table.packs[int(table.pack[row])] in old
+        return row is not None and table.chunk_of(row)[0] in old
 
     if old:
         _read(sides, landed, lambda row: is_old(row) or is_old(table.base_of(row)))
@@ -231,11 +224,12 @@ def _read_resumed(sides: Sides, landed: Landed) -> None:
 
 
 def _read_deltas(sides: Sides, landed: Landed) -> None:
-    """Decode the deltas that were written to the target.
+    """Decode the deltas that were written to the target, and what was stored by itself there.
 
     All else was read as soon as it was there (:class:`ckptstore.objects.copying.ReadBack`).
     """
-    _read(sides, landed, lambda row: landed.manifest.pieces.base_of(row) is not None)
+    table = landed.manifest.pieces
+    _read(sides, landed, lambda row: row in landed.rewritten or table.base_of(row) is not None)
 
 
 def _read(sides: Sides, landed: Landed, is_wanted: Callable[[int], bool]) -> None:
@@ -254,13 +248,7 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
     Not if another brought it, or the target deleted it, meanwhile.
     """
     target, source = sides.target, sides.source
-    pointer = target.manifests.put(landed.manifest)
-    arrival = Arrival(
-        manifest=pointer,
-        roles=landed.roles,
-        receipt=landed.receipt,
-        relies_on=relied_on(pointer, landed.manifest),
-    )
+    arrival = put_arriving(target, landed.manifest, landed.roles, landed.receipt)
     commit = target.log.append_any(
         lambda now: replica_ops.arrive(
             now,
@@ -269,13 +257,23 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
             store=source.superblock.store_id,
             arrivals={version.id: arrival},
             again=sides.request.again,
+            alone=sides.request.alone,
         )
     )
     if commit is None:
         deleted = target.catalog.version(version.id).deleted
         return "deleted in the target" if deleted else "present"
-    target.manifests.keep(pointer.digest, landed.manifest)
+    target.manifests.keep(arrival.manifest.digest, landed.manifest)
     return "copied"
+
+
+def put_arriving(
+    repo: Repo, manifest: Manifest, roles: Mapping[str, RoleBytes], receipt: Mapping[str, float]
+) -> Arrival:
+    """Write the manifest of a version that comes to a store; return what its commit says of it."""
+    pointer = repo.manifests.put(manifest)
+    needed = relied_on(pointer, manifest)
+    return Arrival(manifest=pointer, roles=roles, receipt=receipt, relies_on=needed)
 
 
 def read_back(version: Version) -> bool:

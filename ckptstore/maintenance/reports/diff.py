@@ -6,6 +6,7 @@ changed, a window at a time, when it is asked for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,11 +24,10 @@ from ckptstore.format.skeleton import MAPS, SEQUENCES, Leaf, Node, decode_key, p
 from ckptstore.hashing import blake3_of
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 
 if TYPE_CHECKING:
     from ckptstore.states.compare import TensorError
-
-__all__ = ["DiffReport", "Side", "TensorChange", "ValueChange", "diff"]
 
 Status = Literal["added", "removed", "moved", "changed", "same"]
 
@@ -79,8 +79,8 @@ class ValueChange:
     after: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DiffReport(Shown):
     """The differences of two versions."""
 
     first: Version
@@ -92,6 +92,18 @@ class DiffReport:
     _contents: tuple[Content, Content] = field(repr=False, compare=False)
     _pairs: dict[str, tuple[Leaf, Leaf]] = field(repr=False, compare=False)
     """Leaves that both versions have, by path."""
+
+    def _summary(self) -> HtmlTable:
+        counts = Counter(change.status for change in self.changes)
+        texts = [*(f"{count} {status}" for status, count in counts.items())]
+        texts += [f"{len(self.values)} values differ"] if self.values else []
+        rows = [
+            *((x.status, x.path, bytes_text((x.after or x.before).nbytes)) for x in self.changes),  # type: ignore[union-attr]  # one of them is there
+            *(("value", value.path, f"{value.before} -> {value.after}") for value in self.values),
+        ]
+        title = f"{self.first.label} -> {self.second.label}: {', '.join(texts) or 'no tensor'}"
+        rows.sort(key=lambda row: row[0] == "same")
+        return HtmlTable(title=title, columns=("STATUS", "PATH", ""), rows=rows)
 
     def of(self, status: Status) -> tuple[TensorChange, ...]:
         """Return the leaves of one status."""
@@ -159,12 +171,10 @@ class DiffReport:
         for path in paths:
             if path not in comparable:
                 find_path([(c.path,) for c in self.changes], path)
-                msg = f"{path!r} is not a changed tensor of one shape"
-                raise InvalidInputError(msg)
+                raise InvalidInputError(f"{path!r} is not a changed tensor of one shape")
         chosen = dict.fromkeys(paths or comparable)
         pairs = [Pair(first=self._pairs[path][0], second=self._pairs[path][1]) for path in chosen]
-        one, two = zip((self.first, self.second), self._contents, strict=True)
-        found = compare(self._repo, one, two, pairs, progress=progress)
+        found = compare(self._repo, self._contents, pairs, progress=progress)
         return dict(zip(chosen, found, strict=True))
 
 
@@ -260,15 +270,9 @@ def _plain(node: Node) -> Node:
 def _change(
     status: Status, contents: tuple[Content, Content], before: Leaf | None, after: Leaf | None
 ) -> TensorChange:
-    same = 0
-    if before is not None and after is not None:
-        same = _same_bytes(contents, before.index, after.index)
-    return TensorChange(
-        status=status,
-        before=_side(contents[0], before),
-        after=_side(contents[1], after),
-        same_bytes=same,
-    )
+    same = _same_bytes(contents, before.index, after.index) if before and after else 0
+    old, new = _side(contents[0], before), _side(contents[1], after)
+    return TensorChange(status=status, before=old, after=new, same_bytes=same)
 
 
 def _side(content: Content, leaf: Leaf | None) -> Side | None:

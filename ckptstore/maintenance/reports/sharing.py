@@ -21,8 +21,7 @@ from ckptstore.format.tables import BASE_ROLE
 from ckptstore.maintenance.core.live_set import chunk_keys, live_versions
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-
-__all__ = ["HeldBytes", "Share", "SharedUsage", "VersionSharing", "shared_usage", "version_sharing"]
+from ckptstore.shown import Shown
 
 _EACH = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
 
@@ -53,8 +52,8 @@ class Share:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedUsage:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SharedUsage(Shown):
     """Bytes that live versions hold, together and each."""
 
     versions_count: int

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, STORE_KEY
+from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, REFERENCES_PREFIX, STORE_KEY
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 
-__all__ = ["ObjectTotals", "StoreStats", "VersionUsage", "store_stats", "sum_roles", "usage"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionUsage:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VersionUsage(Shown):
     """Bytes that one version took when it was saved."""
 
     version: Version
     total: RoleBytes
     """Over all roles."""
+
+    def _summary(self) -> HtmlTable:
+        return _sizes(self.version.label, self.version.roles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,8 @@ class ObjectTotals:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class StoreStats(Shown):
     """A store as a whole."""
 
     runs_count: int
@@ -41,12 +43,24 @@ class StoreStats:
     """Over all versions: bytes in memory, new ones, and these as stored."""
     roles: dict[str, RoleBytes] = field(default_factory=dict)
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
-    """By kind (``packs``, ``manifests``, ``commits``, ``snapshots``, ``store.json``), as listed."""
+    """By kind (``packs``, ``manifests``, ``commits``, ``snapshots``, ``store.json``), as listed;
+    none on storage that cannot list, such as a web server."""
+
+    def _summary(self) -> HtmlTable:
+        return _sizes(f"{self.runs_count} runs, {self.versions_count} versions", self.roles)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all objects that were listed."""
         return sum(totals.size_bytes for totals in self.objects.values())
+
+
+def _sizes(title: str, roles: Mapping[str, RoleBytes]) -> HtmlTable:
+    """Return bytes by role, and their sum in the title."""
+    every = {**roles, "total": sum_roles(roles.values())}
+    rows = [(n, *map(bytes_text, (x.logical, x.new, x.stored))) for n, x in every.items()]
+    said = f"{title}: {rows[-1][1]} in memory, {rows[-1][3]} stored"
+    return HtmlTable(title=said, columns=("ROLE", "SIZE", "NEW", "STORED"), rows=rows)
 
 
 def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
@@ -75,7 +89,7 @@ def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
 
 
 def store_stats(repo: Repo) -> StoreStats:
-    """Return the totals of a store; lists every object.
+    """Return the totals of a store; lists every object, where the storage can.
 
     Raises
     ------
@@ -87,7 +101,8 @@ def store_stats(repo: Repo) -> StoreStats:
     roles = by_role(versions)
     objects = {}
     keys = () if repo.superblock.encryption is None else (KEYS_PREFIX,)
-    for prefix in (STORE_KEY, *OBJECT_PREFIXES, *keys):
+    listed = (STORE_KEY, *OBJECT_PREFIXES, REFERENCES_PREFIX, *keys)
+    for prefix in listed if repo.backend.capabilities.lists else ():
         sizes = [info.size_bytes for info in repo.backend.list(prefix)]
         objects[prefix.rstrip("/")] = ObjectTotals(count=len(sizes), size_bytes=sum(sizes))
     return StoreStats(

@@ -467,10 +467,7 @@ def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
         (location_of(one.table, row) for one in placed for row in range(one.first, one.last)),
     )
     return replace(
-        old,
-        tensors=tuple(one.record for one in placed),
-        first=tuple(first),
-        pieces=pieces,
+        old, tensors=tuple(one.record for one in placed), first=tuple(first), pieces=pieces
     )
 
 

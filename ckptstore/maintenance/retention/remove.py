@@ -9,25 +9,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ckptstore import errors
 from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.retention import reclaimable
 from ckptstore.catalog.run_ops import check_not_condemned
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    InvalidRefError,
-    ObjectNotFoundError,
-    PolicyError,
-    VersionNotFoundError,
-)
+from ckptstore.committing import on_reserve
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Ref, Version
 from ckptstore.repo import Repo
-
-__all__ = ["Removal", "find_deleted", "remove", "undelete"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +61,7 @@ def remove(
     """
     chosen = list(dict.fromkeys(version.id for version in versions))
     if not chosen:
-        msg = "no version to remove"
-        raise InvalidInputError(msg)
+        raise errors.InvalidInputError("no version to remove")
     catalog = repo.refresh()
 
     def build(now: Catalog) -> list[Op]:
@@ -79,7 +70,7 @@ def remove(
         return lifecycle_ops.delete(now, chosen, reason=reason, force=force)
 
     if not dry_run:
-        repo.log.append(build)
+        on_reserve(repo.backend, lambda: repo.log.append(build))
     return [
         Removal(
             version=version,
@@ -101,7 +92,7 @@ def _obstacle(catalog: Catalog, version: Version, chosen: Sequence[str], *, forc
         lifecycle_ops.delete(catalog, [version.id], force=free)
         if version.verified:
             _check_verified(catalog, chosen)
-    except PolicyError as error:
+    except errors.PolicyError as error:
         return error.message
     return ""
 
@@ -115,7 +106,7 @@ def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
         left = [version for version in versions if version.id not in going]
         if sound and left and all(version.id in going for version in sound):
             msg = f"{sound[-1].label} is the only verified one of its run"
-            raise PolicyError(msg, hint="verify another one first, or force it")
+            raise errors.PolicyError(msg, hint="verify another one first, or force it")
 
 
 def find_deleted(catalog: Catalog, ref: Ref) -> str:
@@ -132,17 +123,17 @@ def find_deleted(catalog: Catalog, ref: Ref) -> str:
         found = [v for v in catalog.by_prefix(ref.value) if not ref.run or v.run == ref.run]
         if len(found) > 1:
             msg = f"{ref.text!r} is not unique: {len(found)} or more versions begin so"
-            raise InvalidRefError(msg)
+            raise errors.InvalidRefError(msg)
     elif ref.kind == "step":
         found = [v for v in catalog.versions(ref.run, deleted=True) if v.step == ref.number]
     else:
         msg = f"{ref.text!r}: a deleted version is named by its id or step"
-        raise InvalidRefError(msg, hint="#ID or RUN@STEP; log RUN shows what was deleted")
+        raise errors.InvalidRefError(msg, hint="#ID or RUN@STEP; log RUN shows what was deleted")
     if not found:
         if ref.kind == "step":
             _refuse_reduced(catalog, ref)
         msg = f"{ref.text!r} names no version that was deleted"
-        raise VersionNotFoundError(msg, hint="ckptstore log shows what was deleted")
+        raise errors.VersionNotFoundError(msg, hint="ckptstore log shows what was deleted")
     return found[-1].id
 
 
@@ -151,7 +142,7 @@ def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
     for version in catalog.versions(ref.run):
         if version.step == ref.number and version.level != "full":
             msg = f"{ref.text!r} was reduced to {version.level}, which is for good"
-            raise VersionNotFoundError(msg, hint=lifecycle_ops.HINT_REDUCED)
+            raise errors.VersionNotFoundError(msg, hint=lifecycle_ops.HINT_REDUCED)
 
 
 def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
@@ -187,17 +178,17 @@ def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:
     """Return the keys of the objects of a version, if all are there."""
     if version.level == "record" or not version.deleted:
         return []
-    check_not_condemned(catalog, [version.manifest_key])
+    check_not_condemned(catalog, [version.manifest_key], lifecycle_ops.HINT_LATE)
     try:
         keys = [version.manifest_key]
         repo.backend.stat(version.manifest_key)
         keys += map(pack_key, repo.manifests.load(version).pieces.packs)
         for key in keys[1:]:
             repo.backend.stat(key)
-    except ObjectNotFoundError as error:
+    except errors.ObjectNotFoundError as error:
         msg = f"{version.label} cannot come back: a collection has deleted what it needs"
-        raise VersionNotFoundError(msg, hint=error.message) from error
-    except CorruptObjectError:
-        check_not_condemned(repo.refresh(), [version.manifest_key])
+        raise errors.VersionNotFoundError(msg, hint=error.message) from error
+    except errors.CorruptObjectError:
+        check_not_condemned(repo.refresh(), [version.manifest_key], lifecycle_ops.HINT_LATE)
         raise
     return keys

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckptstore import limits
+from ckptstore.backends.transfers import operation
 from ckptstore.catalog import lifecycle_ops, retention, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
@@ -28,23 +29,18 @@ from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
 from ckptstore.catalog.state import Op
-from ckptstore.committing import commit_retrying
-from ckptstore.errors import InvalidInputError, PolicyError
+from ckptstore.chunking import batches
+from ckptstore.committing import commit_retrying, on_reserve
+from ckptstore.errors import InvalidInputError, PolicyError, StorageFullError
 from ckptstore.format.manifest import PieceTable
-from ckptstore.maintenance.core.relocate import (
-    batches,
-    record_move,
-    relocate,
-    relocating,
-    write_move,
-)
+from ckptstore.maintenance.core.relocate import record_move, relocate, relocating, write_move
+from ckptstore.maintenance.core.storage_times import Clock, StorageTimes
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-
-__all__ = ["AfterCommit", "AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
+from ckptstore.shown import HtmlTable, Shown, bytes_text
 
 _log = logging.getLogger("ckptstore")
 
@@ -60,8 +56,8 @@ _NAMED = 5
 """Tensors that a warning names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetainReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RetainReport(Shown):
     """Result of a retention, or of its dry run."""
 
     dry_run: bool
@@ -71,6 +67,18 @@ class RetainReport:
     """Numbers of the commits that carried it out."""
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Version id to what became of its weights, or would, where they were read for it."""
+    clock: Clock = ""
+    """The clock that rules of time went by: ``storage``; ``machine``, this one's, in a dry run
+    where nothing may be written; empty if no rule asked."""
+
+    def _summary(self) -> HtmlTable:
+        gone = sum(one.fate == "gone" for one in self.changes)
+        dry = "dry run: " if self.dry_run else ""
+        title = f"{dry}{gone} deleted, {len(self.changes) - gone} reduced"
+        title += f", {bytes_text(self.reclaimable_bytes)} for gc to free"
+        every = [one for plan in self.plans for one in reversed(plan.decisions)]
+        rows = [(one.version.label, one.fate, "; ".join(one.reasons)) for one in every]
+        return HtmlTable(title=title, columns=("VERSION", "KEPT", "WHY"), rows=rows)
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -139,6 +147,7 @@ def set_policy(
     repo.log.append(build)
 
 
+@operation("retain")
 def retain(
     repo: Repo,
     *,
@@ -183,15 +192,14 @@ def retain(
         run=run,
         free=free,
         after=after,
-        now_ms=repo.environment.now_ms(),
+        times=StorageTimes(repo, strict=not dry_run),
     )
     plans = applying.plans(repo.refresh())
     if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
         msg = f"{of} has no retention policy, and none was given"
-        raise InvalidInputError(
-            msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
-        )
+        hint = "such as 'last 3' for full, 'best 5 val_loss' for weights"
+        raise InvalidInputError(msg, hint=hint)
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -202,6 +210,7 @@ def retain(
         dry_run=dry_run,
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
         commits=tuple(commits),
+        clock=applying.times.clock,
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
     )
 
@@ -233,7 +242,7 @@ class _Retaining:
     run: str | None
     free: Collection[str] | None
     after: AfterCommit | None
-    now_ms: int
+    times: StorageTimes
     prepared: dict[_Key, Prepared] = field(default_factory=dict)
     recent: list[PieceTable] = field(default_factory=list)
     changed: Sequence[Version] = ()
@@ -245,7 +254,7 @@ class _Retaining:
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
         return retention.plan(
-            catalog, policy=self.policy, run=self.run, now_ms=self.now_ms, free=self.free
+            catalog, policy=self.policy, run=self.run, times=self.times, free=self.free
         )
 
     def measure(self, plans: Sequence[RunPlan]) -> None:
@@ -275,8 +284,19 @@ class _Retaining:
                 return numbers
 
     def _try(self, _: set[str]) -> tuple[bool, Commit | None]:
-        """Write what one commit needs, and commit; return whether there was anything to do."""
-        return self._prepare(self.repo.refresh()), self.repo.log.append_any(self._build)
+        """Write what one commit needs, and commit; return whether there was anything to do.
+
+        On a full storage, what needs no new objects is committed: deletions above all.
+        """
+        full: StorageFullError | None = None
+        try:
+            left = self._prepare(self.repo.refresh())
+        except StorageFullError as error:
+            left, full = True, error
+        commit = on_reserve(self.repo.backend, lambda: self.repo.log.append_any(self._build))
+        if full is not None and commit is None:
+            raise full
+        return left, commit
 
     def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
         """Return the versions to be deleted, and those to be aged by their present state."""
@@ -330,12 +350,9 @@ class _Retaining:
 # --- ageing -------------------------------------------------------------------------------------
 
 
+@operation("retain")
 def age(
-    repo: Repo,
-    versions: Sequence[Version],
-    target: Target,
-    *,
-    force: bool = False,
+    repo: Repo, versions: Sequence[Version], target: Target, *, force: bool = False
 ) -> list[str]:
     """Keep less of versions, each in whole or not at all; return the ids of those that changed.
 

@@ -11,12 +11,7 @@ import zstandard
 
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import commit_key
-from ckptstore.format.pack import (
-    CHUNK_HEADER_BYTES,
-    HEADER_BYTES,
-    ChunkHeader,
-    parse_chunk_header,
-)
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, blake3_hex, xxh3_64
 
 __all__ = ["Forge", "frame"]

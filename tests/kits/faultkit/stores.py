@@ -16,15 +16,7 @@ from ckptstore.model import Version
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
 
-__all__ = [
-    "CHUNK_BYTES",
-    "contents",
-    "create",
-    "memory_with",
-    "reopen",
-    "trusting",
-    "version_ids",
-]
+__all__ = ["CHUNK_BYTES", "contents", "create", "memory_with", "reopen", "trusting", "version_ids"]
 
 CHUNK_BYTES = 1 << 16
 _names = itertools.count()

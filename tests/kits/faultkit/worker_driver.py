@@ -1,34 +1,38 @@
 """Kills workers of an engine, or the whole coordinator, in the middle of maintenance.
 
 Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM ENGINE`` with ``worker`` or
-``coordinator``, and ``dask`` or ``processes``; prints figures as JSON. Each round takes a copy of a
+``coordinator``, and ``dask`` or ``pool``; prints figures as JSON. Each round takes a copy of a
 store, begins one of the operations over two worker processes, and sends SIGKILL at a random moment
-of the time that it usually takes. If a worker was killed the operation must end as if nothing
-had happened; if the coordinator was, the next one must finish it, over the same cluster or
-beside the remaining processes. In either case every visible version loads bit by bit, and a last
-collection leaves exactly the needed objects.
+of the time that it usually takes. If a worker of Dask was killed the operation must end as if
+nothing had happened; if one of a pool was, by a typed error, and another pool must finish it; if
+the coordinator was, the next one must finish it, over the same cluster. In any case every visible
+version loads bit by bit, and a last collection leaves exactly the needed objects.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import random  # noqa: TID251 - seeded
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
+from enginetasks import number_of
+
 import ckptstore
 from ckptstore import limits
+from ckptstore.engine.engine import EngineSpec
+from ckptstore.errors import WorkerDiedError
 from ckptstore.store import Store
 
 __all__ = ["OPERATIONS", "main"]
@@ -49,29 +53,29 @@ _SMALL: Final = {
 """Limits under which a small store is work for many tasks."""
 
 
-def _collect(store: Store, executor: str, *, below: float | None) -> bool:
+def _collect(store: Store, executor: EngineSpec, *, below: float | None) -> bool:
     report = store.gc(grace_s=0, orphan_age_s=0, repack_below=below, executor=executor)
     return not report.repacked.skipped
 
 
-def _gc(store: Store, executor: str) -> bool:
+def _gc(store: Store, executor: EngineSpec) -> bool:
     return _collect(store, executor, below=None)
 
 
-def _repack(store: Store, executor: str) -> bool:
+def _repack(store: Store, executor: EngineSpec) -> bool:
     return _collect(store, executor, below=1.0)
 
 
-def _verify(store: Store, executor: str) -> bool:
+def _verify(store: Store, executor: EngineSpec) -> bool:
     return store.verify(executor=executor, record=True).ok
 
 
-def _replicate(store: Store, executor: str) -> bool:
+def _replicate(store: Store, executor: EngineSpec) -> bool:
     target = Path(store.url).parent / "second"
     return not store.replicate(target, executor=executor).failures
 
 
-OPERATIONS: Final[dict[str, Callable[[Store, str], bool]]] = {
+OPERATIONS: Final[dict[str, Callable[[Store, EngineSpec], bool]]] = {
     "gc": _gc,
     "repack": _repack,
     "verify": _verify,
@@ -90,7 +94,7 @@ def make(folder: Path) -> None:
         store.remove(gone, force=True)
 
 
-def operate(operation: str, folder: Path, executor: str) -> str:
+def operate(operation: str, folder: Path, executor: EngineSpec) -> str:
     """Do one operation on the store in a folder; return its defect, empty if there is none."""
     for name, value in _SMALL.items():
         setattr(limits, name, value)
@@ -125,6 +129,8 @@ def check(folder: Path) -> list[str]:
 
 class Cluster:
     """A scheduler and two worker processes, each on its own, as a batch system starts them."""
+
+    recovers = True
 
     def __init__(self, folder: Path) -> None:
         distributed: Any = importlib.import_module("distributed")
@@ -173,37 +179,38 @@ class Cluster:
             process.wait()
 
 
-class OwnProcesses:
-    """The workers that a coordinator starts itself, and that end with it."""
+class Pool:
+    """An executor of this process; a dead worker breaks it, and then there is another one."""
 
-    executor = "processes"
+    recovers = False
+
+    def __init__(self) -> None:
+        self.executor = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
 
     def wait(self) -> None:
-        """Return at once: each operation starts its own."""
+        """Start the workers; take another executor if this one is broken."""
+        try:
+            list(self.executor.map(number_of, range(_WORKERS)))
+        except BrokenExecutor:
+            self.close()
+            self.executor = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
+            self.wait()
 
     def kill(self, number: int) -> bool:
-        """Kill a worker that this process has started; return whether there was one to kill."""
-        children = Path(f"/proc/{os.getpid()}").glob("task/*/children")
-        pids = [int(pid) for one in children for pid in one.read_text().split()]
-        workers = [pid for pid in pids if b"ckptstore.engine.worker" in _command(pid)]
+        """Kill a worker; return whether there was one to kill."""
+        workers = list(self.executor._processes.values())  # its tasks are not to be disturbed
         if not workers:
             return False
-        os.kill(workers[number % len(workers)], signal.SIGKILL)
+        workers[number % len(workers)].kill()
         return True
 
     def close(self) -> None:
-        """Do nothing: there are no processes."""
+        """Stop everything."""
+        self.executor.shutdown()
 
 
 def _objects(store: Path) -> set[str]:
     return {str(one.relative_to(store)) for one in store.rglob("*") if one.is_file()}
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,7 +220,7 @@ class Campaign:
     folder: Path
     victim: str
     chance: random.Random
-    cluster: Cluster | OwnProcesses
+    cluster: Cluster | Pool
     usual_s: dict[str, float] = field(default_factory=dict)
     figures: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -262,7 +269,14 @@ class Campaign:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            said = operate(operation, place, self.cluster.executor)
+            try:
+                said = operate(operation, place, self.cluster.executor)
+            except WorkerDiedError:
+                if self.cluster.recovers:
+                    raise
+                self.figures["another pool had to finish it"] += 1
+                self.cluster.wait()
+                said = operate(operation, place, self.cluster.executor)
             self.problems += [said] * bool(said)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
             self.problems.append(f"{operation}: {type(error).__name__}: {error}")
@@ -293,7 +307,7 @@ class Campaign:
         return before != now or bool(_objects(place / "second"))
 
     def _child(self, operation: str, place: Path) -> subprocess.Popen[bytes]:
-        command = ["operate", operation, str(place), self.cluster.executor]
+        command = ["operate", operation, str(place), str(self.cluster.executor)]
         return subprocess.Popen(
             [sys.executable, "-m", "faultkit.worker_driver", *command], stdout=subprocess.PIPE
         )
@@ -323,8 +337,7 @@ def main() -> None:
     """Run a campaign, or one operation."""
     if sys.argv[1] == "operate":
         operation, place, executor = sys.argv[2:]
-        if executor.startswith("dask"):
-            importlib.import_module("distributed")  # slow to import, and then not measured
+        importlib.import_module("distributed")  # slow to import, and then not measured
         print("begins", flush=True)  # noqa: T201 - for the one who kills
         said = operate(operation, Path(place), executor)
         sys.exit(said or 0)
@@ -332,7 +345,7 @@ def main() -> None:
     victim, engine = sys.argv[4:]
     folder.mkdir(exist_ok=True)
     make(folder / "template")
-    cluster = Cluster(folder) if engine == "dask" else OwnProcesses()
+    cluster = Cluster(folder) if engine == "dask" else Pool()
     try:
         campaign = Campaign(
             folder=folder, victim=victim, chance=random.Random(seed), cluster=cluster

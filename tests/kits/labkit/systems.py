@@ -7,7 +7,6 @@ exactly what ``up`` started. A system that does not start raises: the tests fail
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from ports import free_port
+
 __all__ = [
     "Ceph",
+    "FileServers",
     "Gluster",
     "LabError",
     "LabPool",
@@ -24,13 +26,13 @@ __all__ = [
     "Linux",
     "LoopDisk",
     "MooseFs",
+    "Mounts",
     "Nfs",
     "S3Server",
     "Swift",
     "TwoMounts",
 ]
 
-LOOPBACK = "127.0.0.1"
 SCRIPTS = Path(__file__).parents[2] / "lab" / "systems"
 
 
@@ -39,25 +41,6 @@ System = TypeVar("System", bound="LabSystem")
 
 class LabError(Exception):
     """A system did not obey a command; the message holds its output."""
-
-
-def free_port(*offsets: int) -> int:
-    """Return a loopback port that is free, as are those that lie `offsets` above it."""
-    while True:
-        with socket.socket() as listener:
-            listener.bind((LOOPBACK, 0))
-            port: int = listener.getsockname()[1]
-        if all(_is_free(port + offset) for offset in offsets):
-            return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        try:
-            listener.bind((LOOPBACK, port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 class LabSystem:
@@ -206,6 +189,20 @@ class MooseFs(TwoMounts):
     script = "moosefs.sh"
 
 
+class Mounts(TwoMounts):
+    """One kind of mount, ``KIND`` of the script's; only sshfs has a second one."""
+
+    script = "mounts.sh"
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        super().__init__(folder, **({"PORT": str(free_port())} | environment))
+        self._kind = environment["KIND"]
+
+    def up_words(self) -> tuple[str, ...]:
+        """Start with the kind in the settings."""
+        return ("up", self._kind)
+
+
 class Swift(S3Server):
     """OpenStack Swift's s3api, which refuses the conditions of a write."""
 
@@ -216,14 +213,31 @@ class Swift(S3Server):
         super().__init__(folder, **(ports | environment))
 
 
+class FileServers(LabSystem):
+    """SFTP, SMB, WebDAV and FTP servers of one folder, which fsspec reaches."""
+
+    script = "fileservers.sh"
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        names = ("SFTP_PORT", "SMB_PORT", "WEBDAV_PORT", "FTP_PORT")
+        self.ports = {name: free_port() for name in names}
+        ports = {name: str(port) for name, port in self.ports.items()}
+        super().__init__(folder, **(ports | environment))
+
+    def login(self) -> dict[str, str]:
+        """Return ``username``, ``password`` and ``folder``, which the servers serve."""
+        return dict(line.split("=", 1) for line in self.tell("env").split())
+
+
 class LoopDisk(LabSystem):
-    """A file system of its own whose power can be cut; ``FS`` is ``ext4`` or ``xfs``."""
+    """A file system of its own, ``FS`` of the script's; power cuts on ext4 and xfs only."""
 
     script = "loop_disk.sh"
 
     def __init__(self, folder: Path, **environment: str) -> None:
         super().__init__(folder, **environment)
         self._fs = environment["FS"]
+        self._megabytes = environment.get("MB", "640")
 
     @property
     def mount(self) -> Path:
@@ -231,8 +245,8 @@ class LoopDisk(LabSystem):
         return self.folder / "mnt"
 
     def up_words(self) -> tuple[str, ...]:
-        """Start with the file system in the settings; xfs needs 300 MB at least."""
-        return ("up", self._fs, "640")
+        """Start with the file system and the ``MB`` in the settings; xfs needs 300 at least."""
+        return ("up", self._fs, self._megabytes)
 
 
 class Linux(LabSystem):

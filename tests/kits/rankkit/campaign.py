@@ -60,12 +60,7 @@ def round_of_kills(
 
 
 def campaign(
-    url: jobs.Url,
-    options: Options | None = None,
-    *,
-    rounds: int,
-    seed: int,
-    last_s: float = 0.4,
+    url: jobs.Url, options: Options | None = None, *, rounds: int, seed: int, last_s: float = 0.4
 ) -> Figures:
     """Kill a rank in each of some rounds; hold after each that every version is whole.
 

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shortening import places
+from shortening import sampled
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import (
-    ShardedTensorMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as OldShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -165,14 +162,11 @@ def dtensors_of_one_and_two_dimensions(me: Rank, run: Run) -> Problems:
     for whole in wholes.values():
         dist.broadcast(whole, 0)
     problems = []
-    pairs = set(places(len(layouts) ** 2, "layouts"))
     for number, (dims, placements) in enumerate(layouts):
         mesh = mesh_of(me.world, dims)
         state = {name: sharded(whole, mesh, placements) for name, whole in wholes.items()}
         dcp_save(state, storage_writer=CkptStoreWriter(run, step=number))
-        for place, (target_dims, target) in enumerate(layouts, number * len(layouts) + 1):
-            if place not in pairs:
-                continue
+        for target_dims, target in sampled(layouts, f"layout {number}"):
             target_mesh = mesh_of(me.world, target_dims)
             into = {
                 name: sharded(torch.zeros_like(whole), target_mesh, target)
@@ -188,14 +182,11 @@ def a_model_on_other_placements(me: Rank, run: Run) -> Problems:
     kinds = ("fsdp", "hsdp", "tensor_parallel")
     meant = model_state("fsdp", 0, seed=4)
     problems = []
-    pairs = set(places(len(kinds) ** 2, "kinds"))
     for number, source in enumerate(kinds):
         dcp_save(
             model_state(source, me.world, seed=4), storage_writer=CkptStoreWriter(run, step=number)
         )
-        for place, target in enumerate(kinds, number * len(kinds) + 1):
-            if place not in pairs:
-                continue
+        for target in sampled(kinds, source):
             into = blank(model_state(target, me.world, seed=5))
             dcp_load(into, storage_reader=CkptStoreReader(run, number))
             problems += [f"{source} to {target}{d}" for d in differences(into, meant)]

@@ -222,8 +222,11 @@ def main() -> None:
             kill(words["pid"])
             requester.tell("done", result=None)
         else:
-            if words["url"].startswith("s3:"):
-                import_module("ckptstore.backends.s3")
+            for scheme, backend in (("s3:", "s3"), ("az:", "azure")):
+                if words["url"].startswith(scheme):
+                    import_module(f"ckptstore.backends.{backend}")
+            if words["url"].startswith("paramiko:"):
+                import_module("labkit.file_suite")  # which registers the scheme
             child = os.fork()
             if not child:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

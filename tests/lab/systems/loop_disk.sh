@@ -2,7 +2,7 @@
 # A disk of its own for the power-cut tests: a sparse file, a file system, a loop mount at $LAB/mnt.
 #
 #   loop_disk.sh install
-#   loop_disk.sh up ext4|xfs MB
+#   loop_disk.sh up ext4|ext4-1k|xfs|btrfs MB
 #   loop_disk.sh cut       the power goes off: the file system stops at once and writes nothing more,
 #                          its journal included (the shutdown ioctl of xfs and ext4)
 #   loop_disk.sh remount   unmount and mount again: what the journal holds is recovered
@@ -18,7 +18,7 @@ LAB=${LAB:-${TMPDIR:-/tmp}/ckptstore-lab/loopdisk}
 . "$HERE/processes.sh"
 
 install() {
-  install_packages xfsprogs e2fsprogs util-linux
+  install_packages btrfs-progs e2fsprogs util-linux xfsprogs
 }
 
 up() {
@@ -26,9 +26,11 @@ up() {
   mkdir -p "$LAB/mnt" "$LAB/log"
   truncate -s "$2M" "$LAB/disk"
   case $1 in
+    btrfs) mkfs.btrfs -q -f "$LAB/disk" ;;
     ext4) mkfs.ext4 -q -F "$LAB/disk" ;;
+    ext4-1k) mkfs.ext4 -q -F -b 1024 "$LAB/disk" ;;
     xfs) mkfs.xfs -q -f "$LAB/disk" ;;
-    *) echo "ext4 or xfs?" >&2; exit 2 ;;
+    *) echo "which file system?" >&2; exit 2 ;;
   esac
   # One loop device for the whole time: `mount -o loop` would give it back and take it again, and
   # meanwhile find the old one, which is about to vanish.

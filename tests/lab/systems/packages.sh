@@ -18,6 +18,7 @@ install_packages() {
   local status=0
   apt-get update -qq >/dev/null \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      -o DPkg::Lock::Timeout=120 \
       "${missing[@]}" >/dev/null || status=$?
   [ -z "$made_policy" ] || rm -f $policy
   return $status

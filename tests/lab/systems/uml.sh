@@ -79,7 +79,7 @@ up() {
     "vec0:transport=tap,ifname=$tap,depth=64,gro=1,mtu=9000,mac=$(printf '52:54:0a:4e:00:%02x' "${address##*.}")" \
     "lab_folder=$LAB" "lab_name=$name" "lab_address=$address" "lab_port=$PORT" \
     "lab_python=$PYTHON" "${disks[@]}"
-  command_in 30 "$name" true
+  command_in 90 "$name" true
 }
 
 command_in() { # WAIT_S NAME COMMAND...

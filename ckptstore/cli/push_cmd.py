@@ -1,0 +1,62 @@
+"""``ckptstore push``: copy a version to where models are shared."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.store_options import CommonOptions
+from ckptstore.cli.text import bytes_text, counted
+from ckptstore.model import naming
+
+
+def push(
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    target: Annotated[str, typer.Argument(metavar="TARGET")],
+    *,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE")] = "",
+    private: bool = False,
+    options: CommonOptions,
+) -> None:
+    """Copy a version as a model to the Hugging Face Hub or into an OCI registry.
+
+    The files are those of from_pretrained; they are made while they are sent, and checked. The
+    version's id and digest go with them. Nothing shows there before all is sent.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    target
+        hf://OWNER/NAME[@BRANCH] or oci://REGISTRY/NAME:TAG. Tokens are those of hf auth login (or
+        HF_TOKEN) and docker login.
+    dtype
+        Cast the weights: bf16, fp16 or fp32.
+    private
+        Create a private repository on the Hub.
+
+    Examples
+    --------
+    ckptstore push gpt@best:val_loss hf://team/gpt --dtype bf16
+    ckptstore push gpt@release oci://registry.example.org/team/gpt:1.0
+    """
+    from ckptstore.serving.push import push as push_version
+
+    output = options.output("push")
+    with opened(options) as store, output.progress() as progress:
+        version = find_version(store, ref)
+        done = push_version(
+            store, f"#{version.id}", target, dtype=dtype, private=private, progress=progress
+        )
+    document = {
+        **naming(version),
+        "target": done.target,
+        "digest": done.digest,
+        "url": done.url,
+        "files": done.files,
+        "file_bytes": done.file_bytes,
+    }
+    count, size = counted(len(done.files), "file"), bytes_text(done.file_bytes)
+    output.tell(document, f"{done.url}: {count} of {version.run}@{version.step}, {size}")

@@ -1,0 +1,149 @@
+"""DeepSpeed's universal checkpoints as states; :mod:`ckptstore.integrations.deepspeed_export` back.
+
+A universal checkpoint holds a training with ZeRO 1, 2 or 3 independent of its number of ranks:
+below ``zero`` a folder for each parameter, with ``fp32.pt`` and a file for each state of the
+optimizer, and beside them files about the whole. In a version the parameters lie as in one of
+FSDP2, below ``model`` and ``optimizer.state``; the other files are kept as bytes, since they are
+pickles of DeepSpeed's classes. DeepSpeed itself is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ckptstore.errors import FormatError, InvalidInputError, PolicyError
+from ckptstore.integrations.pretrained_files import check_inside
+
+FORMAT: Final = "deepspeed universal"
+"""Format in the metadata of an imported version."""
+
+ZERO: Final = "zero"
+MASTER: Final = "fp32"
+PARAM: Final = "param"
+KEPT: Final = "universal"
+LATEST: Final = "latest_universal"
+_MODEL_STATES: Final = "*_model_states.pt"
+_MOST_KINDS: Final = 16
+"""Files of one parameter; Adam has four."""
+
+Reader = Callable[[Path], Any]
+"""Reads a file of ``torch.save``, with ``weights_only=True``."""
+
+
+def find_universal(path: Path) -> Path | None:
+    """Return the folder of a universal checkpoint: `path`, or the newest in it; None without one.
+
+    Raises
+    ------
+    InvalidInputError
+        The folder is a checkpoint of ZeRO that was not converted.
+    """
+    for folder in (path, path / _pointer(path)):
+        if any((folder / ZERO).glob(f"*/{MASTER}.pt")):
+            return folder
+    if any(path.glob("*_optim_states.pt")):
+        msg = f"{path} holds ZeRO's partitions, which only DeepSpeed can read"
+        hint = (
+            "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder"
+            f" {path} --output_folder NEW; then import NEW"
+        )
+        raise InvalidInputError(msg, hint=hint)
+    return None
+
+
+def _pointer(path: Path) -> str:
+    """Return the name in the file ``latest_universal``; of a folder inside, or empty."""
+    with suppress(OSError, UnicodeError):
+        name = (path / LATEST).read_text(encoding="utf-8").strip()
+        return name if Path(name).name == name else ""
+    return ""
+
+
+def read_universal(folder: Path, read: Reader) -> tuple[dict[str, Any], int | None]:
+    """Return the state of a folder that :func:`find_universal` found, and its step if it says one.
+
+    Tensors are mapped memory. Parameters of ZeRO 3, which are stored flat, get their shapes.
+
+    Raises
+    ------
+    FormatError
+        A file is damaged, or holds something else than its name says.
+    PolicyError
+        A parameter's file needs more than ``weights_only=True`` allows.
+    InvalidInputError
+        A file is a link out of the folder.
+    """
+    within = [folder.resolve()]
+    for file in [*_others(folder), *(folder / ZERO).glob("*/*.pt")]:
+        check_inside(file, within)
+    step, shapes = _described(folder, read)
+    model: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    for each in sorted(entry for entry in (folder / ZERO).iterdir() if entry.is_dir()):
+        files = sorted(each.glob("*.pt"))
+        if len(files) > _MOST_KINDS:
+            raise FormatError(f"{each} holds {len(files)} files, and a parameter has a few")
+        for file in files:
+            value, note = _parameter(file, read(file), shapes.get(each.name))
+            notes.setdefault(each.name, {})[file.stem] = note
+            if file.stem == MASTER:
+                model[each.name] = value
+            else:
+                states.setdefault(each.name, {})[file.stem] = value
+    others = {str(file.relative_to(folder)): _bytes(file) for file in _others(folder)}
+    kept = {"notes": notes, "files": others}
+    return {"model": model, "optimizer": {"state": states}, KEPT: kept}, step
+
+
+def _described(folder: Path, read: Reader) -> tuple[int | None, dict[str, torch.Size]]:
+    """Return the step, and the shapes of parameters, as far as they are plain values."""
+    shapes: dict[str, torch.Size] = {}
+    step = None
+    for file in sorted(folder.glob(_MODEL_STATES))[:1]:
+        with suppress(PolicyError):  # classes of the training's own: a step must be given then
+            about = read(file)
+            found = about.get("global_steps") if isinstance(about, dict) else None
+            step = found if type(found) is int and found >= 0 else None
+            groups = about.get("param_shapes") if isinstance(about, dict) else None
+            for group in groups if isinstance(groups, list) else []:
+                pairs = group.items() if isinstance(group, dict) else ()
+                shapes |= {name: shape for name, shape in pairs if isinstance(shape, torch.Size)}
+    return step, shapes
+
+
+def _parameter(file: Path, content: Any, shape: torch.Size | None) -> tuple[Any, Any]:
+    """Return the value of a parameter's file, and what is needed to write the file again."""
+    note: dict[str, Any] = {"flat": False}
+    if isinstance(content, dict):
+        if PARAM not in content:
+            raise FormatError(f"{file} has no entry {PARAM!r}")
+        note["beside"] = {key: value for key, value in content.items() if key != PARAM}
+        content = content[PARAM]
+    if not isinstance(content, torch.Tensor):
+        if type(content) not in (int, float):
+            raise FormatError(f"{file} holds a {type(content).__name__}, and no tensor")
+        return content, note
+    content = content.detach()
+    if shape is not None and content.ndim == 1 != len(shape) and content.numel() == shape.numel():
+        return content.view(shape), {**note, "flat": True}
+    return content, note
+
+
+def _others(folder: Path) -> Iterator[Path]:
+    """Yield the files about the whole, in order of their names."""
+    for place in (folder, folder / ZERO):
+        yield from sorted(entry for entry in place.iterdir() if entry.is_file())
+
+
+def _bytes(file: Path) -> torch.Tensor:
+    """Return the bytes of a file, as mapped memory."""
+    size = file.stat().st_size
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(str(file), size=size, dtype=torch.uint8)

@@ -1,0 +1,261 @@
+"""Streams ranges of a safetensors file from the pieces of a version; each is checked first.
+
+Tensors whose stored bytes are the file's pass window by window, a window ending where pieces end.
+Others are brought into order some rows at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.ranges import Range, check_made, piece_ends, read_ranges
+from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.encodings.casts import raw_dtype, recast
+from ckptstore.errors import LimitError
+from ckptstore.format.blocks import gather
+from ckptstore.format.dtypes import ITEM_BYTES, strides_of
+from ckptstore.hashing import Hasher
+from ckptstore.integrations.safetensors_plan import FileTensor
+from ckptstore.objects.joining import Growing
+from ckptstore.repo import Repo
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of a file, as it is stored and as it is in the file."""
+
+    stored: FileTensor
+    served: FileTensor
+    """Equal, or of another dtype: it is cast."""
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A safetensors file that is made while it is read."""
+
+    header: bytes
+    weights: tuple[Weight, ...]
+    """In the order of the file."""
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """Where each tensor ends in the file."""
+        sizes = (weight.served.nbytes for weight in self.weights)
+        return list(accumulate(sizes, initial=len(self.header)))[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.stops[-1]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Consecutive elements of one tensor that are read at once."""
+
+    weight: Weight
+    part: Range
+    """What is read of the record."""
+    skip: int
+    """Bytes of it before the first element."""
+    source_bytes: int
+    low: int
+    """First byte wanted of the served elements, and where to stop."""
+    high: int
+    first: int
+    """The first element in the tensor, and the one after the last."""
+    stop: int
+
+    def served(self, memory: memoryview) -> memoryview:
+        """Return the bytes of the file, from those that were read."""
+        data = memory[self.skip : self.skip + self.source_bytes]
+        return _cast(self.weight, data)[self.low : self.high]
+
+
+@dataclass(slots=True)
+class FileStream:
+    """Reads of one file by one thread at a time."""
+
+    content: Content
+    repo: Repo
+    file: PlannedFile
+    window_bytes: int
+    """Bytes of tensors that are read at a time; one piece at least."""
+    view_bytes_max: int | None = None
+    """Largest base of a view that is not contiguous, which is held whole."""
+    rooms: Iterator[Growing] | None = None
+    """Memory to use again: a part stays until the next but one is asked for. None: as long as it is
+    referred to."""
+    made: dict[int, tuple[int, Hasher]] = field(default_factory=dict)
+    """Digest of each tensor with a recipe, up to an element, if all before it was read."""
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of a range, some MiB at a time.
+
+        Raises
+        ------
+        CorruptTensorError
+            A piece is damaged: its window was not yielded.
+        LimitError
+            A view is too large to be brought into order.
+        StorageError
+            The storage failed.
+        """
+        if start < len(self.file.header) and start < stop:
+            yield memoryview(self.file.header)[start:stop]
+        batch: list[_Segment] = []
+        held = 0
+        for at in range(bisect_right(self.file.stops, start), len(self.file.weights)):
+            weight, end = self.file.weights[at], self.file.stops[at]
+            begin = end - weight.served.nbytes
+            if begin >= stop:
+                break
+            low, high = max(0, start - begin), min(stop, end) - begin
+            if low >= high:
+                continue
+            base = _base(weight.stored)
+            if base is None:
+                yield from self._read(batch)
+                batch, held = [], 0
+                yield from self._rearranged(weight, low, high)
+                continue
+            for segment in self._segments(weight, base, low, high):
+                if batch and held + segment.part.nbytes > self.window_bytes:
+                    yield from self._read(batch)
+                    batch, held = [], 0
+                batch.append(segment)
+                held += segment.part.nbytes
+        yield from self._read(batch)
+
+    def _segments(self, weight: Weight, base: int, low: int, high: int) -> Iterator[_Segment]:
+        """Yield the segments of a range of a tensor's bytes in the file."""
+        one, record = weight.stored, self.content.manifest.tensors[weight.stored.index]
+        item, out = ITEM_BYTES[one.dtype], ITEM_BYTES[weight.served.dtype]
+        unit = ITEM_BYTES[record.dtype]
+        ends = (piece_ends(self.content.manifest, one.index) * unit - base) // item
+        at, last = low // out, -(-high // out)
+        while at < last:
+            most = max(at + self.window_bytes // item, int(ends[bisect_right(ends, at)]))
+            stop = int(ends[bisect_right(ends, most) - 1])
+            stop = last if most >= last else stop
+            begin, end = base + at * item, base + stop * item
+            lead = begin % unit
+            nbytes = min(record.nbytes, -(-end // unit) * unit) - (begin - lead)
+            yield _Segment(
+                weight,
+                Range(index=one.index, start=begin - lead, nbytes=nbytes, out=None),
+                skip=lead,
+                source_bytes=end - begin,
+                low=max(low - at * out, 0),
+                high=min(high, stop * out) - at * out,
+                first=at,
+                stop=stop,
+            )
+            at = stop
+
+    def _read(self, batch: list[_Segment]) -> Iterator[memoryview]:
+        """Yield the bytes of some segments, which are read together."""
+        if not batch:
+            return
+        size = sum(segment.part.nbytes for segment in batch)
+        memory = next(self.rooms)(size) if self.rooms else memoryview(bytearray(size))
+        ranges, at = [], 0
+        for segment in batch:
+            ranges.append(replace(segment.part, out=memory[at : at + segment.part.nbytes]))
+            at += segment.part.nbytes
+        self._fetch(ranges)
+        parts = []
+        for segment, one in zip(batch, ranges, strict=True):
+            assert one.out is not None  # noqa: S101  # for the type checker: it was just read
+            self._check(segment, one.out)
+            parts.append(segment.served(one.out))
+        whole = sum(map(len, parts)) == len(memory) and not any(_is_cast(s.weight) for s in batch)
+        yield from [memory] if whole else parts
+
+    def _fetch(self, ranges: list[Range]) -> None:
+        backend, options = self.repo.load_backend, self.repo.options
+        read_ranges(self.content, ranges, backend=backend, options=options)
+
+    def _check(self, segment: _Segment, data: memoryview) -> None:
+        """Compare the digest of a tensor with a recipe, once all of it was read in order."""
+        index = segment.part.index
+        record = self.content.manifest.tensors[index]
+        if record.recipe is None or segment.weight.stored.view is not None:
+            return
+        done, made = self.made.pop(index, (0, Hasher()))
+        if done != segment.first:
+            return
+        made.update(data)
+        if segment.stop * ITEM_BYTES[record.dtype] == record.nbytes:
+            check_made(self.content, index, made)
+        else:
+            self.made[index] = segment.stop, made
+
+    def _rearranged(self, weight: Weight, low: int, high: int) -> Iterator[memoryview]:
+        """Yield a range of a tensor whose stored order is not the file's."""
+        one = weight.stored
+        row = weight.served.nbytes // one.shape[0]
+        step = max(1, 4 * self.window_bytes // row)  # each step reads all of its pieces
+        whole = self._whole(one) if one.view is not None else None
+        for first in range(low // row, -(-high // row), step):
+            stop = min(first + step, one.shape[0])
+            if whole is not None:
+                rows = np.ascontiguousarray(whole[first:stop])
+            else:
+                rows = np.empty((stop - first, *one.shape[1:]), f"V{ITEM_BYTES[one.dtype]}")
+                offsets = (first, *(0 for _ in one.shape[1:]))
+                region = Region(content=self.content, index=one.index, offsets=offsets, out=rows)
+                backend, options = self.repo.load_backend, self.repo.options
+                read_regions([region], backend=backend, options=options)
+            data = _cast(weight, rows.reshape(-1).view(np.uint8).data)
+            yield data[max(0, low - first * row) : high - first * row]
+
+    def _whole(self, one: FileTensor) -> np.ndarray[Any, Any]:
+        """Return a view that is not contiguous, over all of its record."""
+        record = self.content.manifest.tensors[one.index]
+        if self.view_bytes_max is not None and record.nbytes > self.view_bytes_max:
+            msg = f"the tensor {one.name!r} is a view of {record.nbytes} bytes out of order"
+            raise LimitError(msg, hint="ckptstore export writes it")
+        memory = memoryview(bytearray(record.nbytes))
+        part = Range(index=one.index, start=0, nbytes=len(memory), out=memory)
+        self._fetch([part])
+        if record.blocks is not None:
+            stored, memory = memory, memoryview(bytearray(record.nbytes))
+            gather(record.blocks, record.shape, ITEM_BYTES[record.dtype], stored, memory)
+        offset, steps = one.view or (0, ())
+        element = np.dtype(f"V{ITEM_BYTES[one.dtype]}")
+        strides = [step * element.itemsize for step in steps]
+        return np.ndarray(one.shape, element, memory, offset, strides)
+
+
+def _base(one: FileTensor) -> int | None:
+    """Return where a tensor begins in its record, if its bytes lie there in order."""
+    if one.streams:
+        return 0
+    if one.view is None or one.blocks:
+        return None
+    offset, strides = one.view
+    dense = strides_of(one.shape, None)
+    alike = all(s == d or n == 1 for s, d, n in zip(strides, dense, one.shape, strict=True))
+    return offset if alike else None
+
+
+def _is_cast(weight: Weight) -> bool:
+    return weight.stored.dtype != weight.served.dtype
+
+
+def _cast(weight: Weight, data: memoryview) -> memoryview:
+    """Return elements as they are served."""
+    if not _is_cast(weight):
+        return data
+    source, target = weight.stored.dtype, weight.served.dtype
+    made = recast(source, target, np.frombuffer(data, raw_dtype(source)))
+    return np.ascontiguousarray(made).data.cast("B")

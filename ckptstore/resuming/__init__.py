@@ -1,0 +1,1 @@
+"""Proof that a resumed training goes on as the one that was saved."""

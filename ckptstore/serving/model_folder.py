@@ -1,0 +1,244 @@
+"""A version as the folder of files that ``from_pretrained`` reads; nothing is stored twice.
+
+Sizes and ETags follow from the manifest. Weights are made from the pieces while they are read,
+small files (configurations, tokenizer, model card) are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any, Final
+
+from ckptstore.checkpoint.content import Content
+from ckptstore.errors import InvalidInputError, InvalidRefError, NotFoundError, ObjectNotFoundError
+from ckptstore.integrations.pretrained_files import CONFIGS, described, names_digest
+from ckptstore.integrations.safetensors_plan import FileTensor
+from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile
+from ckptstore.model import Version
+from ckptstore.objects.joining import Growing
+from ckptstore.repo import Repo
+from ckptstore.serving import serving_limits as limits
+from ckptstore.serving import weight_files
+from ckptstore.serving.kept_files import read_kept
+from ckptstore.serving.model_card import model_card
+from ckptstore.store import Store
+
+_MARKS: Final = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "0": ""}
+"""Ends of commit hashes, after zeros, and the dtype that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFile:
+    """One file of a folder."""
+
+    name: str
+    content: PlannedFile | bytes = field(repr=False)
+    nbytes: int
+    etag: str
+    """40 hex digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The files of one version."""
+
+    repo: Repo
+    version: Version
+    manifest: Content
+    dtype: str
+    """Format that floats are cast to; empty for the stored ones."""
+    files: Mapping[str, ServedFile]
+    """By name, in order of the names."""
+
+    @property
+    def commit(self) -> str:
+        """The version's id and 8 digits of the dtype: 40 hex digits, as clients of the Hub want."""
+        (mark,) = (mark for mark, dtype in _MARKS.items() if dtype == self.dtype)
+        return self.version.id + mark.zfill(8)
+
+    def file(self, name: str) -> ServedFile:
+        """Return a file.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            There is none of this name.
+        """
+        if name not in self.files:
+            raise ObjectNotFoundError(f"{self.version.label} has no file {name!r:.200}")
+        return self.files[name]
+
+    def below(self, place: str) -> list[str]:
+        """Return the paths of the files and folders in a folder, in order; empty: the whole."""
+        start = f"{place}/" if place else ""
+        inside = (name.removeprefix(start) for name in self.files if name.startswith(start))
+        return sorted({start + name.partition("/")[0] for name in inside})
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, reuse: bool = False
+    ) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a range of a file, some MiB at a time, each after it was checked.
+
+        Parameters
+        ----------
+        reuse
+            The memory of a part is used again for the next but one.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            There is no such file.
+        CorruptTensorError
+            Stored data is damaged; nothing of the damaged window was yielded.
+        StorageError
+            The storage failed.
+        """
+        one = self.file(name)
+        stop = one.nbytes if stop is None else min(stop, one.nbytes)
+        if isinstance(one.content, PlannedFile):
+            stream = FileStream(
+                self.manifest, self.repo, one.content, limits.WINDOW_BYTES, limits.VIEW_BYTES_MAX
+            )
+            stream.rooms = cycle((Growing(), Growing())) if reuse else None
+            yield from stream.read(start, stop)
+        elif start < stop:
+            yield memoryview(one.content)[start:stop]
+
+
+def parse_dtype(text: str) -> str:
+    """Return torch's name of a dtype that versions can be asked for in.
+
+    Raises
+    ------
+    InvalidRefError
+        There is no cast to it.
+    """
+    name = _MARKS.get(text.replace("fp", "f"), text)
+    if name not in _MARKS.values() or not name:
+        raise InvalidRefError(f"no version is served as {text!r:.40}", hint="dtype=bf16")
+    return name
+
+
+def split_commit(text: str) -> tuple[str, str] | None:
+    """Return the id of the version and the dtype of a commit hash; None if it is none."""
+    dtypes = {mark.zfill(8): dtype for mark, dtype in _MARKS.items()}
+    if not re.fullmatch("[0-9a-f]{40}", text) or text[32:] not in dtypes:
+        return None
+    return text[:32], dtypes[text[32:]]
+
+
+def open_folder(
+    store: Store, version: Version, *, dtype: str = "", shard_bytes: int | None = None
+) -> ModelFolder:
+    """Return the files of a version; reads its manifest and its small files.
+
+    Parameters
+    ----------
+    dtype
+        Cast floats to it; see :func:`parse_dtype`.
+    shard_bytes
+        Largest file of weights; None for the default of ``save_pretrained``.
+
+    Raises
+    ------
+    StateError
+        The version has no weights, or some that no safetensors file can hold.
+    InvalidInputError
+        It names a file outside of the folder.
+    CkptStoreError
+        It cannot be read.
+    """
+    repo, replicas = store.repo, store._session.replicas
+    catalog = repo.catalog
+    content = replicas.content(version)
+
+    def said(one: str) -> Any:  # noqa: ANN401 - plain values
+        """Return what a version says of its model; None if its data is gone."""
+        try:
+            held = content if one == version.id else replicas.content(catalog.version(one))
+        except NotFoundError:
+            if one == version.id:
+                raise
+            return None
+        return read_kept(held, repo)
+
+    about = described(catalog, version.id, said)
+    items = weight_files.find_weights(content)
+    as_read = about.get("names") == names_digest(item.name for item in items)
+    if about.get("adapter_config"):
+        files = _adapters(items, about["adapter_config"], dtype, as_read=as_read)
+    else:
+        most = shard_bytes or (limits.SHARD_BYTES_AS_READ if as_read else limits.SHARD_BYTES)
+        files = weight_files.plan_weights(items, "model", dtype, most, as_read=as_read)
+    files |= _configs(items, about, dtype, as_read=as_read)
+    adapter = bool(about.get("adapter_config"))
+    files.setdefault("README.md", model_card(catalog, version, adapter=adapter))
+    found = {}
+    for name, made in sorted(files.items()):
+        if isinstance(made, bytes):
+            size, etag = len(made), weight_files.etag_of([made])
+        else:
+            size, etag = made.nbytes, weight_files.etag_of_weights(made, content)
+        found[name] = ServedFile(name, made, size, etag)
+    return ModelFolder(repo, version, content, dtype, found)
+
+
+def _adapters(
+    items: list[FileTensor], adapters: Mapping[Any, Any], dtype: str, *, as_read: bool
+) -> dict[str, PlannedFile | bytes]:
+    """Return the folders that PEFT reads."""
+    files: dict[str, PlannedFile | bytes] = {}
+    for name, config in adapters.items():
+        if not isinstance(name, str) or not isinstance(config, Mapping):
+            raise InvalidInputError(f"the version has no configuration of the adapter {name!r}")
+        own, alone = items, len(adapters) == 1
+        if not as_read:
+            own = weight_files.find_adapter(items, name, config, alone=alone)
+        place = "" if name == "default" or as_read else name + "/"
+        planned = weight_files.plan_weights(
+            own, "adapter_model", dtype, limits.SHARD_BYTES_AS_READ, as_read=True
+        )
+        files |= {_inside(place + file): made for file, made in planned.items()}
+        files[_inside(place + "adapter_config.json")] = _json(config)
+    return files
+
+
+def _configs(
+    items: list[FileTensor], about: Mapping[str, Any], dtype: str, *, as_read: bool
+) -> dict[str, PlannedFile | bytes]:
+    """Return configurations and other small files."""
+    files: dict[str, PlannedFile | bytes] = {}
+    for part in CONFIGS[:2]:
+        config = about.get(part)
+        if config is None or (about.get("adapter_config") and not as_read):
+            continue
+        if part == "config" and (dtype or not as_read):
+            config = {key: value for key, value in config.items() if key != "torch_dtype"}
+            floats = (item.dtype for item in items if item.dtype in weight_files.CASTS)
+            config["dtype"] = dtype or next(floats, "float32")
+        files[f"{part}.json"] = _json(config, sort=not as_read)
+    for name, data in about.get("processing", {}).items():
+        if not isinstance(data, bytes):
+            raise InvalidInputError(f"the version holds something that is no file: {name!r:.200}")
+        files[_inside(name)] = data
+    return files
+
+
+def _json(config: object, *, sort: bool = False) -> bytes:
+    try:
+        return (json.dumps(config, indent=2, sort_keys=sort) + "\n").encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        msg = f"the version has a configuration that is no JSON: {error}"
+        raise InvalidInputError(msg) from error
+
+
+def _inside(name: object) -> str:
+    """Return the name of a file if it stays in its folder; raises InvalidInputError if not."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if not {"", ".", ".."}.isdisjoint(parts) or {"\0", "\\"} & set(str(name)):
+        raise InvalidInputError(f"the version names a file outside of its folder: {name!r:.200}")
+    return str(name)

@@ -1,0 +1,81 @@
+"""Short texts and HTML tables of stores, versions and reports, for prompts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, fields
+from html import escape
+from typing import Any, Final
+
+from ckptstore.errors import CkptStoreError
+from ckptstore.suggestions import Suggesting
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_ROWS_MAX: Final = 50
+"""Rows of a table in a notebook; the caption says that there are more."""
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes in binary units and three digits: ``1.50 GiB``, ``512 B``."""
+    value = float(size)
+    for unit in _UNITS:
+        if abs(value) < 999.5 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{value:.0f} B"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def count_text(count: int) -> str:
+    """Return a count with commas: ``12,345``."""
+    return f"{count:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HtmlTable:
+    """A summary in one line, and its details as a table."""
+
+    title: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
+
+    def html(self, *, most: int = _ROWS_MAX) -> str:
+        """Return a table; everything in it is escaped, since names come from storage."""
+        rows = [[escape(str(x)) for x in row] for row in self.rows[:most]]
+        more = f" (the first {most} of {len(self.rows)} rows)" if len(self.rows) > most else ""
+        head = "".join(f"<th>{escape(title)}</th>" for title in self.columns)
+        body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows)
+        caption = f"<caption>{escape(self.title)}{more}</caption>" if self.title else ""
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Shown(Suggesting):
+    """Base of records and reports: a short repr, and a table in notebooks, of one summary."""
+
+    __slots__ = ()
+
+    def _summary(self) -> HtmlTable:
+        """Return the public fields: numbers and texts as they are, of collections the length."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name[0] != "_"}  # type: ignore[arg-type]  # a dataclass
+        texts = {name: _brief(value) for name, value in found.items()}
+        title = ", ".join(f"{name}={text}" for name, text in texts.items())
+        return HtmlTable(title=title, columns=("FIELD", "VALUE"), rows=list(texts.items()))
+
+    def __repr__(self) -> str:
+        """Return the kind and the summary."""
+        return f"<{type(self).__name__} {self._summary().title}>"
+
+    def _repr_html_(self) -> str:
+        """Return the table that notebooks show; of a closed store, why there is none."""
+        try:
+            return self._summary().html()
+        except CkptStoreError as error:
+            return HtmlTable(title=f"{self!r}: {error.message}").html()
+
+
+def _brief(value: Any) -> str:  # noqa: ANN401 - a field of any report
+    if isinstance(value, Sized) and not isinstance(value, str):
+        return str(len(value))
+    return repr(value)

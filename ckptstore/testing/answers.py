@@ -1,0 +1,125 @@
+"""The tests of a backend that speaks HTTP: each answer becomes one error, and is not retried."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Final
+
+import pytest
+
+from ckptstore import errors
+from ckptstore.backends.base import Backend
+
+__all__ = ["AnswerConformance"]
+
+Kind = type[errors.CkptStoreError]
+
+ANSWERS: Final[dict[int, tuple[Kind, Kind]]] = {
+    # status: of put_if_absent, of all other calls
+    400: (errors.StorageError, errors.StorageError),
+    401: (errors.StoragePermissionError, errors.StoragePermissionError),
+    403: (errors.StoragePermissionError, errors.StoragePermissionError),
+    409: (errors.TransientStorageError, errors.TransientStorageError),
+    412: (errors.ObjectExistsError, errors.StorageError),
+    429: (errors.TransientStorageError, errors.TransientStorageError),
+    500: (errors.AmbiguousWriteError, errors.TransientStorageError),
+    501: (errors.UnsafeBackendError, errors.StorageError),
+    502: (errors.AmbiguousWriteError, errors.TransientStorageError),
+    503: (errors.TransientStorageError, errors.TransientStorageError),
+    504: (errors.AmbiguousWriteError, errors.TransientStorageError),
+    507: (errors.StorageFullError, errors.StorageFullError),
+}
+"""Errors that an answer without a code of the storage stands for."""
+
+
+class AnswerConformance:
+    """For backends that send requests by HTTP: throttling, refusals and failures of the server.
+
+    A subclass says how the backend is opened on a server of the suite, without retries::
+
+        class TestMyAnswers(AnswerConformance):
+            def backend_at(self, endpoint):
+                return open_mine("mine://bucket/store", endpoint_url=endpoint)
+    """
+
+    def backend_at(self, endpoint: str) -> Backend:
+        """Return a backend whose server is at `endpoint`, such as ``http://127.0.0.1:1234``."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("status", ANSWERS)
+    def test_an_answer_is_one_error(self, status: int) -> None:
+        """Each call raises the error for the status, and repeats no request."""
+        create, other = ANSWERS[status]
+        with _server(status) as (endpoint, seen), closing(self.backend_at(endpoint)) as backend:
+            for name, call in _calls(backend).items():
+                seen.clear()
+                with pytest.raises(errors.CkptStoreError) as caught:
+                    call()
+                assert type(caught.value) is (create if name == "put_if_absent" else other), name
+                assert seen, f"{name} raised {caught.value!r} before it sent anything"
+                assert len(seen) == len(set(seen)), f"{name} repeated a request: {seen}"
+
+    def test_a_server_that_is_away(self) -> None:
+        """Where nothing listens, each call can be tried again: nothing can have been written."""
+        with socket.socket() as taken:  # bound and not listening: a connection is refused
+            taken.bind(("127.0.0.1", 0))
+            endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+            with closing(self.backend_at(endpoint)) as backend:
+                for call in _calls(backend).values():
+                    with pytest.raises(errors.TransientStorageError):
+                        call()
+
+
+def _calls(backend: Backend) -> dict[str, Callable[[], object]]:
+    def write() -> None:
+        with backend.open_writer("a/pack") as writer:
+            writer.write(b"x")
+            writer.commit()
+
+    return {
+        "put": lambda: backend.put("a/b", b"x"),
+        "put_if_absent": lambda: backend.put_if_absent("a/b", b"x"),
+        "open_writer": write,
+        "get": lambda: backend.get("a/b", bytes_max=9),
+        "read_into": lambda: backend.read_into("a/b", 0, [memoryview(bytearray(1))]),
+        "list": lambda: list(backend.list("a/")),
+        "stat": lambda: backend.stat("a/b"),
+        "delete": lambda: backend.delete("a/b"),
+    }
+
+
+@contextmanager
+def _server(status: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a server that answers every request so, and the requests it saw."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            """Read the body, and answer without one."""
+            seen.append(self.requestline)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
+
+        def log_message(self, format: str, *values: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    serving = Thread(target=server.serve_forever, args=(0.02,))
+    serving.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()

@@ -1,0 +1,120 @@
+"""Azure Blob Storage keeps the contract, on azurite, Microsoft's emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import urllib3
+import urllib3.connection
+from buckets import AzureBucket
+from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.registry import open_backend
+from ckptstore.errors import ObjectNotFoundError
+from ckptstore.testing.answers import AnswerConformance
+from ckptstore.testing.conformance import KEYS, BackendConformance
+
+
+@pytest.mark.short(sample=6)
+class TestAzure(BackendConformance):
+    """The server is another process; the side door is plain HTTP."""
+
+    backend_name = "azure"
+    secrets = (SECRET, AZURE_KEY)
+
+    @pytest.fixture
+    def backend(self, azure_bucket: AzureBucket) -> Iterator[Backend]:
+        """Return a backend on a prefix of a new container, without retries."""
+        self.bucket = azure_bucket
+        backend = open_backend(azure_bucket.url, retry=False, **azure_bucket.options())
+        yield backend
+        backend.close()
+
+    def raw_read(self, key: str) -> bytes | None:
+        """Read by HTTP."""
+        return self.bucket.read(key)
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        """Write by HTTP."""
+        self.bucket.write(key, data)
+
+    def raw_keys(self) -> set[str]:
+        """List by HTTP."""
+        return self.bucket.keys()
+
+    def test_bytes_are_received_where_they_are_wanted(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No library in between takes the body into memory of its own: a later one might."""
+        data = bytes(range(256)) * 40_000
+        backend.put("a", data)
+
+        def copied(*_: object, **__: object) -> None:
+            pytest.fail("urllib3 copied the body")
+
+        for name in ("read", "readinto", "read1", "read_chunked"):
+            monkeypatch.setattr(urllib3.HTTPResponse, name, copied, raising=False)
+        parts = [memoryview(bytearray(size)) for size in (64, 5_000_000, 0, 64, 3_000_000)]
+        for _ in range(3):  # and the connection is good for another request
+            backend.read_into("a", 1000, parts)
+            assert b"".join(parts) == data[1000:8_001_128]
+
+    def test_large_bodies_are_sent_in_parts(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A timeout counts for one part, so that slow networks can send any pack."""
+        sent: list[int] = []
+        real = urllib3.connection.HTTPConnection.send
+
+        def send(connection: Any, data: Any) -> None:  # noqa: ANN401 - a socket's
+            sent.append(len(data))
+            real(connection, data)
+
+        monkeypatch.setattr(urllib3.connection.HTTPConnection, "send", send)
+        data = bytes(range(256)) * 20_000
+        with backend.open_writer("packs/aa/1") as writer:
+            writer.write(data)
+            writer.commit()
+        assert max(sent) == limits.STREAM_BYTES
+        assert sum(sent) > len(data)
+        assert self.raw_read("packs/aa/1") == data
+
+    @pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 4])
+    def test_long_listings_continue_with_the_folder(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch, page: int
+    ) -> None:
+        """From every position in every prefix the rest is listed, however short the pages are."""
+        monkeypatch.setattr(limits, "LIST_PAGE_OBJECTS", page)
+        keys = sorted([*KEYS, "a/x.1/y", "a/z/1-2", "commits/000000/x", "packs/ab/2.pack.old"])
+        for key in keys:
+            self.raw_write(key, b"x")
+        cuts = ["", *keys, "a/", "a/y", "b", "commits/000000/9", "packs/aa/0", "zz"]
+        for prefix in ("", "a", "a/", "a/z", "commits/", "packs/a", "packs/ab/"):
+            for after in cuts:
+                found = [info.key for info in backend.list(prefix, after=after)]
+                assert found == [k for k in keys if k.startswith(prefix) and k > after], after
+
+    def test_directories_are_no_objects(self, backend: Backend) -> None:
+        """Accounts with a hierarchical namespace list them as empty blobs, so marked."""
+        for name in ("packs", "packs/aa"):
+            self.bucket.write(name, b"", **{"x-ms-meta-hdi_isfolder": "true"})
+        self.raw_write("packs/aa/1", b"x")
+        assert [info.key for info in backend.list("")] == ["packs/aa/1"]
+        with pytest.raises(ObjectNotFoundError):
+            backend.stat("packs/aa")
+
+
+@pytest.mark.short(sample=7)
+class TestAzureAnswers(AnswerConformance):
+    """Answers to Microsoft's library."""
+
+    def backend_at(self, endpoint: str) -> Backend:
+        """Open a container on a server of the suite."""
+        host = f"{endpoint}/{AZURE_ACCOUNT}"
+        options: dict[str, Any] = {"account_host": host, "account_key": AZURE_KEY}
+        options["account_name"] = AZURE_ACCOUNT
+        return open_backend("az://container/store", retry=False, **options)
