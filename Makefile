@@ -102,7 +102,7 @@ demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or UR
 azurite: $(AZURITE_STAMP) ## install the emulator of Azure that the tests start
 
 test: lint $(AZURITE_STAMP) ## checks, and the short tier of the tests; no root, no network
-	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short $(TESTS))
+	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short --second-run $(TESTS))
 
 test-all: lint $(AZURITE_STAMP) $(SITE_STAMP) $(DEEPSPEED_STAMP) ## checks, and all tests that need neither root nor network
 	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --durations=10 $(TESTS))

@@ -48,6 +48,7 @@ from buckets import AzureBucket, GcsBucket, S3Bucket  # noqa: E402 - after the p
 from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
 from local_servers import Server, start_azurite, start_gcs, start_moto, start_rclone  # noqa: E402
+from second_run import SecondRun  # noqa: E402
 from shortening import ENVIRONMENT, mark_grids  # noqa: E402
 from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
@@ -68,7 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Apply the markers; begin with the files of slow tests, so that none is left for last."""
-    cirules.give_time(items, float(config.getini("timeout")))
+    default_s = config.getoption("timeout") or config.getini("timeout")
+    cirules.give_time(items, float(default_s), cirules.slowness())
     mark_grids(items)
     files = Counter(item.path for item in items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
@@ -79,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that chooses the short tier, and the one that keeps times."""
     group = parser.getgroup("ckptstore")
     group.addoption("--short", action="store_true", help="the short tier: no slow test")
+    group.addoption("--second-run", action="store_true", help="run failed tests once more, alone")
     group.addoption("--cpu-times", metavar="FILE", help="write the CPU seconds of every test")
 
 
@@ -92,6 +95,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({given}) and not slow" if given else "not slow"
         if config.getoption("--hypothesis-profile") is None:
             settings.load_profile("quick")
+    cirules.slowness()  # here, before workers make the machine busy
+    if config.getoption("--second-run") and not hasattr(config, "workerinput"):
+        short = ["--short"] if config.getoption("--short") else []
+        config.pluginmanager.register(SecondRun(["-m", config.option.markexpr, *short]))
 
 
 @pytest.hookimpl(wrapper=True)
