@@ -145,6 +145,7 @@ def test_what_is_refused(cli: Cli, store: list[str], store_path: object) -> None
     assert cli("thaw", "gpt@100", "--store", store_path).code == 0
 
 
+@pytest.mark.slow
 def test_thawed_for_good(
     cli: Cli, azure_bucket: AzureBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

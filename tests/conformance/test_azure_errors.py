@@ -49,6 +49,7 @@ def _account(bucket: AzureBucket) -> dict[str, Any]:
     return {"account_name": AZURE_ACCOUNT, "account_host": host}
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize(
     ("more", "hint"),
     [

@@ -71,6 +71,7 @@ def _life(place: Counted) -> dict[str, dict[str, int]]:
     return place.steps
 
 
+@pytest.mark.slow
 def test_as_many_requests_as_on_s3(
     s3_bucket: S3Bucket, s3_proxy: FaultProxy, azure_bucket: AzureBucket, azure_proxy: FaultProxy
 ) -> None:

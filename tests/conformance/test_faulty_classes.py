@@ -85,7 +85,7 @@ def _assert_same(found: dict[str, dict[str, torch.Tensor]], step: int) -> None:
             assert torch.equal(found[part][name], tensor)
 
 
-@pytest.mark.short("reset-503")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [*OFTEN, SLOW], ids=named)
 def test_every_few_requests(

@@ -105,6 +105,7 @@ def test_refusing_server_is_found_out(s3_bucket: S3Bucket, s3_proxy: FaultProxy)
     assert s3_bucket.keys() == set()
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("status", [400, 403, 405])
 def test_a_condition_that_is_refused_is_told_from_a_lack_of_permission(
     s3_bucket: S3Bucket, s3_proxy: FaultProxy, status: int

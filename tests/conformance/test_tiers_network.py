@@ -110,7 +110,7 @@ def test_a_faulty_network_is_overcome(
     assert often.hits > 3
 
 
-@pytest.mark.short("status-403")
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_whatever_befalls_it_write_back_goes_on(

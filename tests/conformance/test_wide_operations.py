@@ -121,6 +121,7 @@ OPERATIONS: Final[list[tuple[str, Action, Direction, int]]] = [
 """Operation, call, direction, and requests at once that it reaches at least."""
 
 
+@pytest.mark.slow
 def test_a_thaw_asks_for_many_packs_at_once(
     server: Server, options: dict[str, Any], store: Store
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_thaw_asks_for_many_packs_at_once(
     assert report.packs.count == report.readable.count > _SAVES
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize(("name", "action", "direction", "least"), OPERATIONS)
 def test_an_operation_is_as_wide_as_the_storage_allows(
     server: Server,
@@ -168,6 +170,7 @@ def test_refusals_are_counted_and_narrow_the_width(
     assert found.requests_count > found.retries_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["verify", "replicate"])
 def test_memory_bounds_the_width(
     options: dict[str, Any], store: Store, tmp_path: Path, name: str

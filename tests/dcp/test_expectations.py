@@ -94,6 +94,7 @@ class Blob:
         self.state = dict(state)
 
 
+@pytest.mark.slow
 def test_cases_of_four_ranks(tmp_path: Path) -> None:
     """Resharding, other placements, options, groups, submeshes, what is missing: all of them."""
     url = str(tmp_path / "store")

@@ -74,6 +74,7 @@ def store(tmp_path: Path) -> Store:
     return ckptstore.open(tmp_path / "store", create=True, chunk_bytes=65536)
 
 
+@pytest.mark.slow
 def test_what_four_ranks_wrote(tmp_path: Path) -> None:
     """Shards by rows, columns and tiles of four ranks: one version of whole tensors, in batches."""
     path = str(tmp_path / "four")

@@ -70,6 +70,7 @@ def test_a_save_in_the_background(url: str) -> None:
     assert run_ranks(jobs.background, 4, url) == [[]] * 4
 
 
+@pytest.mark.slow
 def test_a_save_by_torch_s_own_process(url: str) -> None:
     """``AsyncCheckpointerType.PROCESS``: the writer is sent to it, and opens the store there."""
     assert run_ranks(jobs.from_another_process, 1, url) == [[]]

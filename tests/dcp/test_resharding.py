@@ -34,6 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return url
 
 
+@pytest.mark.slow
 def test_one_commit_a_version_whoever_reads(saved: str) -> None:
     """Without torch.distributed, the nested state comes back with whole tensors, bit by bit."""
     with ckptstore.open(saved, read_only=True) as store:
@@ -50,6 +51,7 @@ def test_one_commit_a_version_whoever_reads(saved: str) -> None:
     assert report.ok
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_loaded_by_another_number_of_ranks(saved: str, world: int) -> None:
     """FSDP2, HSDP, tensor-parallel and both, DTensors of every placement, and plain values."""

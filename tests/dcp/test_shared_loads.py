@@ -43,6 +43,7 @@ def _sent(server: Server) -> int:
         return int(json.load(answer)["sent"])
 
 
+@pytest.mark.slow
 def test_the_server_sends_each_byte_once(server: Server) -> None:
     """Four ranks load a state from S3: 1.1 times its bytes leave the server; alone, 4 times."""
     options: dict[str, Any] = {"endpoint_url": server.url, "key": "a", "secret": "b"}
@@ -163,6 +164,7 @@ def test_a_killed_rank_is_named_by_the_others(url: str, victim: int, at: int) ->
             assert f"rank {victim} is gone" in said
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize(
     "way", ["replicas", "rows", "columns", "hybrid", "replicas meta", "rows uneven"]
 )

@@ -273,6 +273,7 @@ class _Meanwhile(WrapperBackend):
         self.inner.delete(key)
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("first", ["rotation", "mending"])
 def test_each_would_delete_the_record_that_the_other_keeps(
     place: MemoryBackend, first: str

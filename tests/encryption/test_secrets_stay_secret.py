@@ -287,6 +287,7 @@ def rotated(store: Store) -> object:
     return keyring.rotate(backend, new, old, keep_old=False, conditional=True)
 
 
+@pytest.mark.slow
 def test_credentials_of_storage_options_show_nowhere(
     s3_bucket: S3Bucket,
     tmp_path: Path,

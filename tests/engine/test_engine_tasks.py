@@ -142,6 +142,7 @@ def test_an_executor_that_breaks_is_told_of() -> None:
                 list(engine.map(tasks.die, range(3)))
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_gone_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No one waits for ever: the scheduler dies while a task runs, and a typed error comes."""
     monkeypatch.setattr(limits, "ENGINE_LOOK_S", 0.2)

@@ -30,6 +30,7 @@ def place(azure_bucket: AzureBucket, azure_proxy: FaultProxy) -> Place:
         return Place(url=azure_bucket.url, options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_four_processes_save_at_once(azure_bucket: AzureBucket, place: Place, saver: Peer) -> None:
     """Two to one run and two each to its own: all versions are there, numbered without gaps."""

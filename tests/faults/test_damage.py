@@ -209,8 +209,8 @@ def cuts(data: bytes, chance: random.Random) -> Iterator[bytes]:
     yield data + data
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("kind", ["store.json", "commits", "snapshots", "manifests", "packs"])
-@pytest.mark.short(sample=2)
 def test_objects_that_are_cut_or_gone_are_noticed(
     healthy: Healthy, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,6 +137,7 @@ def test_it_says_what_it_did(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert str(cold) in said
 
 
+@pytest.mark.slow
 def test_a_replica_that_keeps_less(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Of versions aged there what is left helps; what is lost is named, all else is as it was."""
     hot, cold = _copied(pair, tmp_path)

@@ -203,6 +203,7 @@ def test_http_500(s3_store: Store, s3_proxy: FaultProxy, part: str) -> None:
     assert torch.equal(run.load()["w0"], _state(3)["w0"])
 
 
+@pytest.mark.slow
 def test_a_dead_server(s3_store: Store, s3_proxy: FaultProxy) -> None:
     """Every connection is reset: the same, and whether a version appeared can be asked later."""
     run = s3_store.run("gpt")

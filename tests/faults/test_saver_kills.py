@@ -113,6 +113,7 @@ def test_a_child_that_is_told_nonsense_ends(tmp_path: Path) -> None:
         assert [version.step for version in run.versions()] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_sigkill_with_the_thread_engine_leaves_no_part(tmp_path: Path) -> None:
     """The thread dies with its process: what was staged is not there, and nothing is half there."""

@@ -244,6 +244,7 @@ def test_a_state_that_was_described_before_a_donation_stays_what_it_was(store: S
     assert bool((after == 1).all())
 
 
+@pytest.mark.slow
 def test_without_jax_a_version_loads_as_torch_and_numpy(store: Store, tmp_path: Path) -> None:
     """A process that has neither jax nor ml_dtypes gets every value; the integration says why."""
     tree = {"w": jnp.arange(5.0), "h": jnp.arange(5.0, dtype=jnp.bfloat16), "o": Pair(1, {})}

@@ -228,6 +228,7 @@ def test_arrays_are_let_go_when_they_are_stored(store: Store, tmp_path: Path) ->
     assert bits(load(store, "gpt")) == bits(tree)
 
 
+@pytest.mark.slow
 def test_the_import_needs_neither_jax_nor_orbax(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

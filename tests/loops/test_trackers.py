@@ -41,6 +41,7 @@ def tracked(kind: str, folder: Path, url: str, options: dict[str, Any]) -> dict[
     return report
 
 
+@pytest.mark.slow
 def test_a_client_of_mlflow_is_no_run(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

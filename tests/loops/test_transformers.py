@@ -128,6 +128,7 @@ def test_a_resumed_training_has_the_same_losses(
     assert resumed.state.log_history[0] == whole.state.log_history[0]
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("forgotten", [False, True], ids=["whole", "forgotten"])
 @pytest.mark.parametrize("ref", ["gpt@12", 8], ids=["end of an epoch", "in an epoch"])
 def test_a_witness_proves_a_resume(
@@ -188,6 +189,7 @@ def test_the_best_model_is_loaded_at_the_end(store: Store, run: Run, tmp_path: P
     assert torch.equal(again.model.transformer.wte.weight, kept["transformer.wte.weight"])
 
 
+@pytest.mark.slow
 def test_early_stopping_works_as_ever(store: Store, run: Run, tmp_path: Path) -> None:
     """The library's own callback stops, and the store has the version to go back to."""
     trainer = _trainer(
@@ -230,6 +232,7 @@ def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_only_the_model(run: Run, tmp_path: Path) -> None:
     """``save_only_model`` leaves the rest out, and a training can begin with such weights."""
     trainer = _trainer(run, tmp_path, save_only_model=True, max_steps=4)

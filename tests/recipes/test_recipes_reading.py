@@ -282,6 +282,7 @@ def test_exports_hold_what_a_load_gives(stores: Stores, tmp_path: Path) -> None:
         assert same(found[name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_tensor_larger_than_the_memory_is_made_in_pieces(stores: Stores) -> None:
     """Beside the tensor itself, a load holds no more than its budget and some pieces."""
     store = stores(host_bytes=1 << 20)

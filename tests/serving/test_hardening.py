@@ -94,6 +94,7 @@ def test_only_the_token_opens_and_it_is_never_logged(place: Path, tmp_path: Path
     assert "Y2twd" not in log
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize(
     ("options", "environment", "word"),
     [
@@ -154,6 +155,7 @@ def test_a_line_of_the_log_cannot_be_forged(server: Server) -> None:
     assert "\x1b" not in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [4000, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_idle_connections_take_nothing_down(many: int, place: Path, tmp_path: Path) -> None:
     """More idle connections than are kept: new clients are answered; idle ones are closed."""
@@ -265,6 +267,7 @@ def test_downloads_beside_saves_rollbacks_and_collections(tmp_path: Path) -> Non
             assert wholes > 0
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_lets_a_download_finish(place: Path, tmp_path: Path, by: signal.Signals) -> None:
     """A download that is under way arrives whole; then the server ends with status 0."""
@@ -282,6 +285,7 @@ def test_a_stop_lets_a_download_finish(place: Path, tmp_path: Path, by: signal.S
         assert server.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_sixteen_clients_fit_into_the_memory(place: Path, tmp_path: Path) -> None:
     """Sixteen downloads at once get the same bytes; the server stays below 300 MiB."""
     with served(str(place), tmp_path) as server:

@@ -93,6 +93,7 @@ def test_an_inference_server_loads_from_the_hub(
     _check(found, exported)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_streamer_of_runai_reads_from_s3(
     server: Server, exported: Path, tmp_path: Path

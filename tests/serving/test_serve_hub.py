@@ -60,6 +60,7 @@ def _run(hub: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize(
     ("name", "revision", "made"),
     [
@@ -71,7 +72,6 @@ def _run(hub: dict[str, str], *command: str) -> str:
         ("store/any", "lr=1e-4/a@1", {"seed": 2}),
     ],
 )
-@pytest.mark.short(sample=3)
 def test_transformers_loads_any_ref(
     hub: dict[str, str], tmp_path: Path, name: str, revision: str, made: dict[str, Any]
 ) -> None:
@@ -85,6 +85,7 @@ def test_transformers_loads_any_ref(
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.slow
 def test_peft_loads_an_adapter(hub: dict[str, str], tmp_path: Path, place: Path) -> None:
     """``PeftModel.from_pretrained`` gives the adapter that was saved."""
     kits = str(Path(__file__).parents[1] / "kits")

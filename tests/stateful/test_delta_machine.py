@@ -87,6 +87,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_deltas_beside_collections(counts: Counter[str]) -> None:
     """Saves with deltas, retention, collections, repacks, forks and loads, call by call."""
     figures = machine.run(12, 100, same=True)

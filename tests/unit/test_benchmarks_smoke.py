@@ -128,6 +128,7 @@ def test_local_of_weights_that_nearly_follow(space: Workspace, tmp_path: Path) -
     assert read_result(tmp_path, "local") is None
 
 
+@pytest.mark.slow
 def test_cores(space: Workspace, tmp_path: Path) -> None:
     """Every way is measured, and takes no more under the lock than small pieces take in all."""
     result = cores.run(space, pieces=4, rounds=1)
@@ -265,6 +266,7 @@ def test_encryption(space: Workspace, tmp_path: Path) -> None:
         assert all(one.numbers["processor_s"] > 0 for one in rows)
 
 
+@pytest.mark.slow
 def test_serve(space: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All servers send the exported bytes; without nginx the suite says so and goes on."""
     monkeypatch.setattr(shutil, "which", lambda _: None)

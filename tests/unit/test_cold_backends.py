@@ -395,6 +395,7 @@ def test_an_account_without_tiers_is_told() -> None:
         blob.cold().set_class(KEY, "Cool")
 
 
+@pytest.mark.slow
 def test_a_version_on_azure_is_archived_and_thawed(azure_bucket: AzureBucket) -> None:
     """From the facade: only its packs are moved, a load says what to do, and a thaw is for good."""
     with ckptstore.open(azure_bucket.url, create=True, **azure_bucket.options()) as store:

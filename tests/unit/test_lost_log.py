@@ -97,6 +97,7 @@ def test_a_save_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:
     assert not stray.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_many_saves_that_died_are_no_lost_log(place: Path, together: bool) -> None:
     """Manifests of unknown versions are collected if commits came between them, else refused."""

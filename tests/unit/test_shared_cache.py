@@ -140,6 +140,7 @@ def start(place: str, cache: Path) -> Iterator[Start]:
         process.join()
 
 
+@pytest.mark.slow
 def test_six_processes_fetch_each_byte_once(place: str, start: Start) -> None:
     """All begin at once: together they fetch 1.1 times what one alone does."""
     _, alone = _load(place, None)

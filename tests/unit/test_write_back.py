@@ -128,6 +128,7 @@ def test_saves_of_every_kind_come_to_the_replica(tmp_path: Path, engine: str) ->
             assert torch.equal(found_state["model"]["w"], state_of(step)["model"]["w"])
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_holds_up_no_save(tiers: Tiers) -> None:
     """Saves are done while the first upload stands still; then the newest comes first."""
     tiers.held.clear()
@@ -348,6 +349,7 @@ def test_it_works_at_low_priority_beside_the_store(tiers: Tiers) -> None:
     tiers.hot.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_close_its_store_ends(tmp_path: Path) -> None:
     """The interpreter waits a little, and no longer; what is left is caught up with later."""
     program = """

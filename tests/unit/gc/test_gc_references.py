@@ -358,6 +358,7 @@ def test_no_record_whatsoever_loses_anything(data: st.DataObject) -> None:
     _thrown_away(place)
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("times", [0, 1])
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 def test_any_call_may_fail(when: When, times: int) -> None:
