@@ -145,9 +145,15 @@ def test_an_operation_is_as_wide_as_the_storage_allows(
     direction: Direction,
     least: int,
 ) -> None:
-    """The server sees as many requests at once as the store tells; many, of every operation."""
+    """The server sees as many requests at once as the store tells; many, of every operation.
+
+    It answers the first request for a pack when as many as expected are on their way.
+    """
+    writes = least if direction == "write" else 4 if name in {"replicate", "write-back"} else 0
+    hold = {"GET": least} if direction == "read" else {}
+    hold |= {"PUT": writes} if writes else {}
     with ckptstore.open(_PLACE, **options) as opened:
-        _ask(server, "POST", "counts")
+        _ask(server, "PUT", "pace", json.dumps({"latency_s": 0.1, "hold": hold}).encode())
         action(opened, tmp_path, options)
         seen = _ask(server, "GET", "counts")
         _check(opened, name, direction, least)

@@ -7,6 +7,7 @@ import socketserver
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,9 @@ __all__ = ["Fault", "FaultProxy", "Kind"]
 
 _ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>a fault on purpose</Message></Error>"
 _IDLE_S = 30.0
+_IN_A_ROW_MAX = 3
+"""Hits of one request in a row by a fault that leaves some out: three clients that try again in
+turn would have the same one hit each time."""
 
 
 class Kind(StrEnum):
@@ -60,6 +64,8 @@ class Fault:
     seconds: float = 0.0
     seen: int = 0
     hits: int = 0
+    row: Counter[str] = field(default_factory=Counter)
+    """Hits in a row, by method and path."""
     reached: threading.Event = field(default_factory=threading.Event)
     """Set when a request waits for ``seconds``."""
 
@@ -128,6 +134,10 @@ class FaultProxy:
                 if asked and fault.method in {"", method} and fault.path in path:
                     fault.seen += 1
                     late = fault.seen > fault.skip and not (fault.seen - fault.skip) % fault.every
+                    one = f"{method} {path}"
+                    fault.row[one] = fault.row[one] + 1 if late else 0
+                    if fault.every > 1 and fault.row[one] > _IN_A_ROW_MAX:
+                        late, fault.row[one] = False, 0
                     if late and (not fault.times or fault.hits < fault.times):
                         fault.hits += 1
                         return fault

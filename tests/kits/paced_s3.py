@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ _ARENA: Final = 64 << 30
 """Address space for bodies; memory is taken when it is first written."""
 _NORESERVE: Final = 0x4000  # MAP_NORESERVE of Linux, which Python does not name
 _POPULATE: Final = 23  # MADV_POPULATE_WRITE, likewise
+HOLD_S: Final = 30.0
 _HEAD_MOST: Final = 64 << 10
 _DATE: Final = "Thu, 01 Jan 2026 00:00:00 GMT"
 _ISO: Final = "2026-01-01T00:00:00.000Z"
@@ -64,6 +65,9 @@ class Pace:
     busy_rate: float = 0.0
     """Requests a second above which one is answered 503 SlowDown; 0 for none. A second's worth
     may come at once."""
+    hold: dict[str, int] = field(default_factory=dict)
+    """Method -> number of requests for packs that have to be on their way at once before the first
+    of them is answered. The server gives up after `HOLD_S`, and holds none after that."""
 
 
 @dataclass(slots=True)
@@ -257,6 +261,8 @@ class Server:
         self.parts: dict[str, dict[int, Body]] = {}
         self.counts = Counts()
         self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.held: Counter[str] = Counter()
         self.busy = 0
         self.credit, self.credited = pace.busy_rate, time.monotonic()
         self.tags = itertools.count(1)
@@ -301,6 +307,7 @@ class Server:
             if not (expects and full):
                 self._receive(line, request)
             time.sleep(self.pace.latency_s + (self.pace.slow_s if slow else 0.0))
+            self._hold(request)
             reply = _error(503, "SlowDown") if full else self._answer(request)
             self._send(client, request.method, reply)
         finally:
@@ -344,6 +351,20 @@ class Server:
             counts.busy += full
             counts.slow += slow
         return slow, full
+
+    def _hold(self, request: Request) -> None:
+        """Wait until as many requests for packs are on their way as the pace says."""
+        with self.lock:
+            pace, method = self.pace, request.method
+            if method not in pace.hold or "/packs/" not in request.path:
+                return
+            self.held[method] += 1
+            if self.held[method] >= pace.hold[method] or not self.changed.wait_for(
+                lambda: method not in pace.hold, HOLD_S
+            ):
+                pace.hold.pop(method, None)
+                self.changed.notify_all()
+            self.held[method] -= 1
 
     def _receive(self, line: Line, request: Request) -> None:
         """Read the body, no faster than the rate."""
