@@ -26,6 +26,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "kits"))
+
+from anchors import AnchorError, replaced  # noqa: E402 - from the folder of kits
+
 LIST = Path(__file__).with_name("bugs.toml")
 # The tests of this list would notice every bug, by its text.
 _WHOLE = ("tests", "--ignore=tests/planted")
@@ -44,6 +48,7 @@ class Bug:
     name: str
     property: str
     file: str
+    function: str
     old: str
     new: str
     test: str
@@ -54,13 +59,13 @@ class Bug:
         Raises
         ------
         ListError
-            The old text does not occur exactly once.
+            The function is missing, or the old text does not occur exactly once in it.
         """
-        count = text.count(self.old)
-        if count != 1:
-            msg = f"bug {self.name}: its old text occurs {count} times in {self.file}, not once"
-            raise ListError(msg)
-        return text.replace(self.old, self.new)
+        try:
+            return replaced(text, self.function, self.old, self.new)
+        except AnchorError as error:
+            msg = f"bug {self.name}: {self.file}: {error}"
+            raise ListError(msg) from error
 
     def check(self, root: Path) -> None:
         """Return if the bug can be planted in a tree, and its test is there.
@@ -68,7 +73,7 @@ class Bug:
         Raises
         ------
         ListError
-            The file or the test is missing, or the old text does not occur exactly once.
+            The file, the function or the test is missing, or the old text is not there once.
         """
         if not (root / self.file).is_file():
             msg = f"bug {self.name}: there is no {self.file}"
@@ -268,7 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bugs = [bug for bug in bugs if not given.only or bug.name in given.only]
         if given.list:
             for bug in bugs:
-                _say(f"{bug.name:28}{bug.property}\n{'':28}{bug.file}: {bug.test}")
+                place = f"{bug.file}: {bug.function}: {bug.test}"
+                _say(f"{bug.name:28}{bug.property}\n{'':28}{place}")
             return 0
         return plant(bugs, ROOT, short=not given.all, whole=given.whole, limit_s=limit_s)
     except ListError as error:

@@ -43,9 +43,10 @@ def plant() -> ModuleType:
 
 def bug(**fields: str) -> Any:  # noqa: ANN401 - a class of the script
     """Return a bug of the tree that :func:`tree` makes: 2 becomes 3."""
-    usual = {"name": "three", "property": "It is twice.", "file": "double.py", "old": "2 *"}
+    usual = {"name": "three", "property": "It is twice.", "file": "double.py"}
+    usual |= {"function": "double", "old": "2 *", "new": "3 *"}
     test = "tests/test_double.py::test_double"
-    return plant().Bug(**{**usual, "new": "3 *", "test": test, **fields})
+    return plant().Bug(**{**usual, "test": test, **fields})
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_bug_can_be_planted_and_its_test_is_there() -> None:
-    """The old text occurs exactly once in its file, the new file parses, the test is defined."""
+    """The old text occurs once in its function, the new file parses, and the test is defined."""
     bugs = plant().read_bugs()
     assert len(bugs) >= 20
     for one in bugs:
@@ -71,14 +72,15 @@ def test_every_bug_can_be_planted_and_its_test_is_there() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"old": "number"}, "bug three: its old text occurs 2 times in double.py"),
-        ({"old": "4 *"}, "bug three: its old text occurs 0 times in double.py"),
+        ({"old": "number"}, "bug three: double.py: its old text occurs 2 times in double"),
+        ({"old": "4 *"}, "bug three: double.py: its old text occurs 0 times in double"),
+        ({"function": "halve"}, "bug three: double.py: there is no halve"),
         ({"file": "gone.py"}, "bug three: there is no gone.py"),
         ({"test": "gone.py::test_double"}, "bug three: there is no test gone.py"),
         ({"test": "tests/test_double.py::test_gone"}, "bug three: there is no test"),
         ({"test": "tests/test_double.py::TestOne::test_double"}, "bug three: there is no test"),
     ],
-    ids=["twice", "nowhere", "file", "file of the test", "test", "method"],
+    ids=["twice", "nowhere", "function", "file", "file of the test", "test", "method"],
 )
 def test_a_bug_that_does_not_fit_is_named(tree: Path, wrong: dict[str, str], said: str) -> None:
     """A list that fell behind the tree says which bug and which file."""
