@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import cirules
 import pytest
+from labkit import processor
 
 
 def _skipped(reason: str) -> pytest.TestReport:
@@ -29,7 +31,8 @@ def _skipped(reason: str) -> pytest.TestReport:
         ("could not import 'distributed'", "", "skipped"),
         ("needs a CUDA device", "true", "skipped"),
         ("the lab installs smbprotocol", "true", "skipped"),
-        ("no label", "true", "failed"),
+        (processor.told(lambda _: errno.EFAULT), "true", "skipped"),
+        ("the lab does not start", "true", "failed"),
         ("this processor cannot", "1", "failed"),
     ],
 )
@@ -42,6 +45,23 @@ def test_skips(reason: str, ci: str, outcome: str, monkeypatch: pytest.MonkeyPat
     told = ("test_x.py", 1, f"Skipped: {reason}")
     file = cirules.checked(pytest.CollectReport("test_x.py", "skipped", told, []))
     assert file.outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("get", "put", "reason"),
+    [
+        (0, 0, ""),
+        (0, errno.EFAULT, "cannot run on this processor (PTRACE_SETREGSET: Bad address)"),
+        (0, errno.EINVAL, "cannot run on this processor (PTRACE_SETREGSET: Invalid argument)"),
+        (errno.EINVAL, 0, "cannot run on this processor (PTRACE_GETREGSET: Invalid argument)"),
+        (0, errno.ESRCH, ""),
+        (errno.EPERM, errno.EPERM, ""),
+    ],
+)
+def test_processors_that_run_no_host(get: int, put: int, reason: str) -> None:
+    """Hosts are skipped where the extended registers cannot be set; other errors let them start."""
+    said = processor.told({"PTRACE_GETREGSET": get, "PTRACE_SETREGSET": put}.__getitem__)
+    assert said == (reason and f"the lab's hosts: user-mode Linux {reason}")
 
 
 def test_what_is_no_skip_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

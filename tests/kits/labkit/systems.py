@@ -1,7 +1,8 @@
 """The storage systems of the lab: started by the scripts of tests/lab/systems, and always ended.
 
 Each script keeps all that belongs to one running system below one folder, so that ``down`` ends
-exactly what ``up`` started. A system that does not start raises: the tests fail, none is skipped.
+exactly what ``up`` started. A system that does not start raises: the tests fail. Only small hosts
+are skipped, where the processor cannot run them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import pytest
 from ports import free_port
+
+from labkit import processor
 
 __all__ = [
     "Ceph",
@@ -249,8 +253,18 @@ class LoopDisk(LabSystem):
         return ("up", self._fs, self._megabytes)
 
 
-class Linux(LabSystem):
-    """Small Linux hosts of their own (user-mode-linux), started one by one."""
+class Hosts(LabSystem):
+    """Small Linux hosts of their own: user-mode Linux."""
+
+    def start(self) -> None:
+        """Start, or skip the test where the processor can run no host."""
+        if reason := processor.refusal():
+            pytest.skip(reason)
+        super().start()
+
+
+class Linux(Hosts):
+    """Small hosts, started one by one."""
 
     script = "uml.sh"
 
@@ -259,7 +273,7 @@ class Linux(LabSystem):
         return ("prepare",)
 
 
-class Nfs(LabSystem):
+class Nfs(Hosts):
     """A Linux NFS server and two Linux clients c1 and c2, each with a kernel of its own.
 
     Settings besides the script's: ``VERSION`` is 4.2 or 3.
