@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +54,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """Return a run of a new store."""
-    with ckptstore.open(tmp_path / "store", create=True, chunk_bytes=65536) as store:
-        yield store.run("one")
 
 
 def load(state: dict[str, Any], run: Run, ref: str | int = "latest", **words: Any) -> None:  # noqa: ANN401

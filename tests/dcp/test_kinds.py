@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-import ckptstore
 from ckptstore.errors import CorruptObjectError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter, import_directory
 from ckptstore.integrations.dcp.flat_version import Adapted
@@ -36,13 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning"),
 ]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """Return a run of a new store."""
-    with ckptstore.open(tmp_path / "store", create=True, chunk_bytes=65536) as store:
-        yield store.run("one")
 
 
 @pytest.fixture

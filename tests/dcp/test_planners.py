@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-import ckptstore
 from ckptstore.errors import LimitError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.store import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    """Return a run of a new store."""
-    with ckptstore.open(tmp_path / "store", create=True, chunk_bytes=65536) as store:
-        yield store.run("one")
 
 
 def saved(run: Run, state: dict[str, Any], planner: Any) -> Any:  # noqa: ANN401

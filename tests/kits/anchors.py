@@ -1,14 +1,9 @@
-"""Edits of a module that hold on while the code around them changes.
-
-A place is named by a definition and a text within it. White space between the words of the text
-does not count, nor does a comma before a closing bracket.
-"""
+"""Edits of a module that hold on while the code around them changes."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
 
 __all__ = ["AnchorError", "replaced"]
 
@@ -27,6 +22,8 @@ def replaced(module: str, definition: str, old: str, new: str) -> str:
     definition
         A function, class, assignment or import by the name that it binds; ``Class.method`` for one
         within another; empty for the whole module.
+    old
+        White space between its words does not count, nor does a comma before a closing bracket.
     new
         Its lines are indented as the place is, by the difference to the first one.
 
@@ -35,63 +32,48 @@ def replaced(module: str, definition: str, old: str, new: str) -> str:
     AnchorError
         There is no such definition, or the old text does not occur exactly once in it.
     """
-    lines = module.splitlines(keepends=True)
-    found = [
-        (start + match.start(), start + match.end())
-        for start, end in _spans(module, definition, lines)
-        for match in _pattern(old).finditer(module[start:end])
-    ]
-    if len(found) != 1:
-        msg = f"its old text occurs {len(found)} times in {definition or 'the module'}, not once"
-        raise AnchorError(msg)
-    ((start, end),) = found
-    line = module[module.rfind("\n", 0, start) + 1 : start]
-    margin = line[: len(line) - len(line.lstrip())]
-    return module[:start] + _indented(new, margin) + module[end:]
-
-
-def _spans(module: str, definition: str, lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each definition of a name: overloads are several."""
-    if not definition:
-        yield 0, len(module)
-        return
-    scopes: list[list[ast.stmt]] = [ast.parse(module).body]
-    nodes: list[ast.stmt] = []
-    for name in definition.split("."):
-        nodes = [node for body in scopes for node in body if name in _names(node)]
-        scopes = [getattr(node, "body", []) for node in nodes]
+    nodes: list[ast.AST] = [ast.parse(module)]
+    for name in filter(None, definition.split(".")):
+        nodes = [each for node in nodes for each in getattr(node, "body", ()) if _binds(each, name)]
     if not nodes:
         msg = f"there is no {definition}"
         raise AnchorError(msg)
-    for node in nodes:
-        decorators: Iterable[ast.expr] = getattr(node, "decorator_list", ())
-        first = min([node.lineno, *(one.lineno for one in decorators)])
-        yield len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
+    places = [
+        place for node in nodes for place in _pattern(old).finditer(module, *_span(module, node))
+    ]
+    if len(places) != 1:
+        msg = f"its old text occurs {len(places)} times in {definition or 'the module'}, not once"
+        raise AnchorError(msg)
+    start, end = places[0].span()
+    line = module[module.rfind("\n", 0, start) + 1 : start]
+    margin = line[: len(line) - len(line.lstrip())]
+    first, *rest = new.strip("\n").split("\n")
+    own = len(first) - len(first.lstrip())
+    lines = [first.strip(), *((margin + each[own:]).rstrip() for each in rest)]
+    return module[:start] + "\n".join(lines) + module[end:]
 
 
-def _names(node: ast.stmt) -> set[str]:
-    """Return the names that a statement binds."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return {node.name}
+def _span(module: str, node: ast.AST) -> tuple[int, int]:
+    """Return start and end of a node's lines, with its decorators."""
+    if not isinstance(node, ast.stmt):
+        return 0, len(module)
+    lines = module.splitlines(keepends=True)
+    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
+
+
+def _binds(node: ast.stmt, name: str) -> bool:
+    """Return whether a statement binds a name."""
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return {target.id for target in targets if isinstance(target, ast.Name)}
-    return set()
+        return name in {alias.asname or alias.name for alias in node.names}
+    targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
+    return name in {getattr(each, "id", getattr(each, "name", None)) for each in targets}
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     """Return the pattern of a text with any white space between its words and signs."""
     parts = (
-        rf"\b{found[1]}\b" if found[1] else (r",?\s*" * (found[0] in ")]}") + re.escape(found[0]))
+        rf"\b{found[1]}\b" if found[1] else r",?\s*" * (found[0] in ")]}") + re.escape(found[0])
         for found in _WORD.finditer(text)
     )
     return re.compile(r"\s*".join(parts))
-
-
-def _indented(text: str, margin: str) -> str:
-    """Return lines with the margin instead of the indentation of the first, which has none."""
-    first, *rest = text.strip("\n").split("\n")
-    own = len(first) - len(first.lstrip())
-    return "\n".join([first.strip(), *((margin + line[own:]).rstrip() for line in rest)])

@@ -13,8 +13,10 @@ HERE = Path(__file__).parent
 ENABLED = os.environ.get("CKPTSTORE_LAB") == "1"
 collect_ignore_glob = [] if ENABLED else ["*"]
 
+from buckets import S3Bucket  # noqa: E402
 from chromium import Browser, browser  # noqa: E402 - after what is ignored
-from labkit.systems import SCRIPTS, LabPool, pool  # noqa: E402
+from labkit.peers import Peer, local_peer  # noqa: E402
+from labkit.systems import SCRIPTS, Ceph, LabPool, Nfs, pool  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +36,32 @@ def lab_pool() -> Iterator[LabPool]:
     folder.mkdir(parents=True, exist_ok=True)
     with pool(folder) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def ceph(lab_pool: LabPool) -> Ceph:
+    """Return the running cluster, whose gateway has the classes STANDARD and STANDARD_IA."""
+    return lab_pool.get(Ceph)
+
+
+@pytest.fixture
+def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
+    """Make a bucket through boto3."""
+    with S3Bucket(ceph.options()["endpoint_url"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def nfs(lab_pool: LabPool) -> Nfs:
+    """Return the running server of NFS 4.2 with its clients."""
+    return lab_pool.get(Nfs, VERSION="4.2")
+
+
+@pytest.fixture(scope="module")
+def saver() -> Iterator[Peer]:
+    """Return a process that saves, opens and checks in children: smbclient remembers logins."""
+    with local_peer("saver.py") as peer:
+        yield peer
 
 
 @pytest.fixture

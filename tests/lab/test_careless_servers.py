@@ -12,20 +12,13 @@ import pytest
 from botocore.client import Config
 from buckets import S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
-from labkit.peers import Peer, PeerError, local_peer
+from labkit.peers import Peer, PeerError
 from labkit.saving import Place, assert_kept, collect, start_writers
 from labkit.systems import LabPool, Swift
 
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.probe import probe
 from ckptstore.backends.registry import open_backend
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that saves and checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 class CarelessServer:

@@ -7,14 +7,13 @@ later. A copy within one class is where releases of it were seen to delete too m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from buckets import PREFIX, S3Bucket
-from labkit.systems import Ceph, LabPool
+from labkit.systems import Ceph
 
 import ckptstore
 from ckptstore.backends.registry import open_backend
@@ -22,19 +21,6 @@ from ckptstore.backends.storage_classes import ColdStorage
 from ckptstore.config import SYSTEM
 
 _MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster, whose gateway has the classes STANDARD and STANDARD_IA."""
-    return lab_pool.get(Ceph)
-
-
-@pytest.fixture
-def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
-    """Make a bucket through boto3."""
-    with S3Bucket(ceph.options()["endpoint_url"]) as made:
-        yield made
 
 
 def _classes(bucket: S3Bucket) -> dict[str, str]:

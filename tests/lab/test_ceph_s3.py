@@ -7,26 +7,13 @@ from collections.abc import Iterator
 import pytest
 from buckets import S3Bucket
 from labkit.peers import local_peer
-from labkit.systems import Ceph, LabPool
+from labkit.systems import Ceph
 from labkit.two_clients import Clients, TwoClientTests
 from local_servers import SECRET
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
 from ckptstore.testing.conformance import BackendConformance
-
-
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster."""
-    return lab_pool.get(Ceph)
-
-
-@pytest.fixture
-def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
-    """Make a bucket through boto3."""
-    with S3Bucket(ceph.options()["endpoint_url"]) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 from buckets import S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
-from labkit.peers import Peer, local_peer
+from labkit.peers import Peer
 from labkit.saving import Place, assert_kept, collect, start_writers
-from labkit.systems import Ceph, LabPool
+from labkit.systems import Ceph
 
 # What a writer may be told when the storage fails under it: that it failed, or that it is not
 # known whether the commit is there.
 HONEST = {"storage", "storage_transient", "storage_ambiguous"}
-
-
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster."""
-    return lab_pool.get(Ceph)
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that saves and checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
-
-
-@pytest.fixture
-def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
-    """Make a bucket."""
-    with S3Bucket(ceph.options()["endpoint_url"]) as made:
-        yield made
 
 
 def test_eight_processes_save_at_once(bucket: S3Bucket, saver: Peer) -> None:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from labkit.campaign import rounds
-from labkit.peers import Peer, guest_peer, local_peer
+from labkit.peers import Peer, guest_peer
 from labkit.saving import Acked, Place, collect, start_writers
 from labkit.systems import LabPool, Linux
 from labkit.writelog import Entry, apply, read_log
@@ -45,13 +45,6 @@ class Recording:
     """What was written to it."""
     acked: list[tuple[str, list[int]]]
     """The promises in their order: version id, and writer and number."""
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 @pytest.fixture(scope="module")

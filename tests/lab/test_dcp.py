@@ -11,7 +11,7 @@ import pytest
 from buckets import S3Bucket
 from labkit.campaign import moment, rounds
 from labkit.peers import Call, Peer, PeerError, guest_peer
-from labkit.systems import Ceph, LabPool, Nfs
+from labkit.systems import Ceph, Nfs
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -47,19 +47,6 @@ def save_and_load(url: jobs.Url, options: dict[str, Any]) -> None:
 # --- Ceph -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster."""
-    return lab_pool.get(Ceph)
-
-
-@pytest.fixture
-def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
-    """Make a bucket."""
-    with S3Bucket(ceph.options()["endpoint_url"]) as made:
-        yield made
-
-
 def test_ranks_on_s3(bucket: S3Bucket) -> None:
     """Four ranks save to a bucket, two and three load."""
     save_and_load(bucket.url, bucket.options())
@@ -88,12 +75,6 @@ def test_killed_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
 
 
 # --- NFS ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def nfs(lab_pool: LabPool) -> Nfs:
-    """Return the running server with its clients."""
-    return lab_pool.get(Nfs, VERSION="4.2")
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labkit.file_suite import place_of
-from labkit.peers import Peer, PeerError, local_peer
+from labkit.peers import Peer, PeerError
 from labkit.saving import Place
 from labkit.systems import FileServers, LabPool
 
@@ -20,13 +19,6 @@ SECRET = "wrong-password"  # noqa: S105 - of no one
 def servers(lab_pool: LabPool) -> FileServers:
     """Start the four servers."""
     return lab_pool.get(FileServers)
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that opens stores in children of its own; smbclient remembers logins."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 def told(saver: Peer, place: Place, **options: object) -> tuple[str, str]:

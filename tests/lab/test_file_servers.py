@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from labkit.campaign import moment, rounds
 from labkit.file_suite import FileSuite, place_of
-from labkit.peers import Peer, PeerError, local_peer
+from labkit.peers import Peer, PeerError
 from labkit.saving import Place, Promises, assert_kept, collect, note, start_writers
 from labkit.systems import FileServers, LabPool
 
@@ -38,13 +37,6 @@ def rows() -> dict[str, tuple[str, str]]:
 def servers(lab_pool: LabPool) -> FileServers:
     """Start the four servers."""
     return lab_pool.get(FileServers)
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that saves and checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 def kill_savers(saver: Peer, place: Place, count: int) -> Promises:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from buckets import S3Bucket
 from labkit.campaign import rounds
-from labkit.systems import Ceph, LabPool
+from labkit.systems import Ceph
 from programs import run_program
 
 SECONDS = 40
@@ -31,12 +31,6 @@ def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as faultkit.gc_dr
     found: dict[str, Any] = json.loads(printed)
     print(found)  # noqa: T201 - the figures of the campaign
     return found
-
-
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster."""
-    return lab_pool.get(Ceph)
 
 
 @pytest.mark.timeout(1500)

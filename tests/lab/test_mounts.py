@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from labkit.campaign import moment, rounds
-from labkit.peers import Peer, PeerError, local_peer
+from labkit.peers import Peer, PeerError
 from labkit.saving import Acked, Place, Promises, assert_kept, collect, note, start_writers
 from labkit.systems import LabPool, Mounts
 from mounttable import MOUNTS, Mount
@@ -22,13 +22,6 @@ from ckptstore.errors import StoragePermissionError
 KILLS = rounds(short=5, long=100)
 SAVES = rounds(short=3, long=25)
 WRITERS = 4
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that saves and checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 def rows(store: str) -> pytest.MarkDecorator:

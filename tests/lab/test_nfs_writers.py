@@ -9,18 +9,12 @@ import pytest
 from labkit.campaign import moment, rounds
 from labkit.peers import Call, Peer, guest_peer
 from labkit.saving import Acked, Place, Promises, assert_kept, collect, note, start_writers
-from labkit.systems import LabPool, Nfs
+from labkit.systems import Nfs
 
 POWER_CUTS = rounds(short=2, long=10)
 SAVES = 25
 
 Savers = tuple[Peer, Peer]
-
-
-@pytest.fixture(scope="module")
-def nfs(lab_pool: LabPool) -> Nfs:
-    """Return the running server with its clients."""
-    return lab_pool.get(Nfs, VERSION="4.2")
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 from labkit.campaign import moment, rounds
-from labkit.peers import Call, Peer, local_peer
+from labkit.peers import Call, Peer
 from labkit.saving import Acked, Place, Promises, assert_kept, note, start_writers
 from labkit.systems import LabPool, LoopDisk
 
 ROUNDS = rounds(short=5, long=50)
 TEETH_ROUNDS = 5
 WRITERS = 2
-
-
-@pytest.fixture(scope="module")
-def saver() -> Iterator[Peer]:
-    """Return a process that saves and checks in children of its own."""
-    with local_peer("saver.py") as peer:
-        yield peer
 
 
 @pytest.fixture(params=["ext4", "xfs"])

@@ -18,19 +18,13 @@ import torch
 from buckets import S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
 from labkit.campaign import moment, rounds
-from labkit.systems import Ceph, LabPool
+from labkit.systems import Ceph
 
 import ckptstore
 from ckptstore.errors import StoreNotFoundError
 
 REQUESTS_MAX = 10
 """For a repetition with nothing to do, however many versions and runs there are."""
-
-
-@pytest.fixture(scope="module")
-def ceph(lab_pool: LabPool) -> Ceph:
-    """Return the running cluster."""
-    return lab_pool.get(Ceph)
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from simulated_environment import SimulatedEnvironment
 
+import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.log import Build
@@ -22,6 +24,13 @@ Saving = Callable[..., Build]
 def environment() -> SimulatedEnvironment:
     """Return simulated time and randomness."""
     return SimulatedEnvironment()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    """Return a new local store."""
+    with ckptstore.open(tmp_path / "store", create=True) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,6 @@ from ckptstore.errors import CondemnedError, PolicyError, StorageError, VersionN
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    """Return a new local store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
-        yield opened
 
 
 def _state(seed: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from ckptstore.checkpoint.stored_sources import StoredBytes
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.tables import Recipe
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    """Return a new local store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
-        yield opened
 
 
 def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,13 +114,6 @@ def test_a_state_of_another_is_refused() -> None:
 
 
 # --- tied to a run ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    """Return a new local store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
-        yield opened
 
 
 def _save(run: ckptstore.Run, step: int, loss: float | None = None) -> ckptstore.Version:

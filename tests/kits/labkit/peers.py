@@ -13,7 +13,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,17 +110,6 @@ class Peer:
     def ask(self, do: str, *, timeout_s: float = 120, **arguments: object) -> Any:  # noqa: ANN401
         """Make a request, wait, and return its result."""
         return self.send(do, **arguments).result(timeout_s)
-
-    def clock_offset(self) -> float:
-        """Return the lead of this peer's clock over ours, in seconds."""
-        best = (float("inf"), 0.0)
-        for _ in range(10):
-            began = time.monotonic()
-            before = time.time()  # noqa: TID251 - it is the clocks that are compared
-            there = float(self.ask("now"))
-            took = time.monotonic() - began
-            best = min(best, (took, there - (before + took / 2)))
-        return best[1]
 
     def close(self) -> None:
         """End the program; harmless when it is gone."""

@@ -10,11 +10,10 @@ import ctypes
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
-__all__ = ["refusal", "stopped_child", "told"]
+__all__ = ["refusal", "told"]
 
 _ATTACH = 16
 _REQUESTS = {"PTRACE_GETREGSET": 0x4204, "PTRACE_SETREGSET": 0x4205}
@@ -22,18 +21,8 @@ _NT_X86_XSTATE = 0x202
 _STATE_BYTES = 2696
 
 
-class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 def told(call: Callable[[str], int]) -> str:
-    """Return the reason why no host can start, empty if one can.
-
-    Parameters
-    ----------
-    call
-        Makes a request of ptrace for the extended registers, and returns its ``errno``, or 0.
-    """
+    """Return why no host can start, by the ``errno`` of each request; empty if one can."""
     for request in _REQUESTS:
         number = call(request)
         if number in {errno.EFAULT, errno.EINVAL}:
@@ -42,39 +31,25 @@ def told(call: Callable[[str], int]) -> str:
     return ""
 
 
-@contextmanager
-def stopped_child() -> Iterator[Callable[[str], int]]:
-    """Yield the calls for :func:`told` on a child, which is ended.
-
-    Raises
-    ------
-    OSError
-        This process may trace no child, and user-mode Linux needs to.
-    """
+@cache
+def refusal() -> str:
+    """Return why this processor runs no host, empty if it does: asked once, with a child."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     libc.ptrace.restype = ctypes.c_long
     state = ctypes.create_string_buffer(_STATE_BYTES)
+
+    def call(request: str) -> int:
+        part = (ctypes.c_size_t * 2)(ctypes.addressof(state), _STATE_BYTES)  # an iovec
+        kind = ctypes.c_void_p(_NT_X86_XSTATE)
+        failed = libc.ptrace(_REQUESTS[request], child.pid, kind, ctypes.byref(part))
+        return ctypes.get_errno() if failed else 0
+
     with subprocess.Popen(["sleep", "60"]) as child:
-
-        def call(request: str) -> int:
-            part = _Iovec(ctypes.addressof(state), _STATE_BYTES)
-            kind = ctypes.c_void_p(_NT_X86_XSTATE)
-            failed = libc.ptrace(_REQUESTS[request], child.pid, kind, ctypes.byref(part))
-            return ctypes.get_errno() if failed else 0
-
         try:
             if libc.ptrace(_ATTACH, child.pid, None, None):
-                number = ctypes.get_errno()
-                raise OSError(number, f"PTRACE_ATTACH: {os.strerror(number)}")
+                return ""  # the start of a host tells more
             os.waitpid(child.pid, 0)  # it has stopped
-            yield call
+            return told(call)
         finally:
             child.kill()
-
-
-@cache
-def refusal() -> str:
-    """Return why this processor runs no host, empty if it does; asked once."""
-    with stopped_child() as call:
-        return told(call)

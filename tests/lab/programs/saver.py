@@ -21,7 +21,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -216,9 +215,7 @@ def main() -> None:
     for line in sys.stdin:
         words = json.loads(line)
         requester, do = Requester(words.pop("id")), words.pop("do")
-        if do == "now":
-            requester.tell("done", result=time.time())  # noqa: TID251
-        elif do == "kill":
+        if do == "kill":
             kill(words["pid"])
             requester.tell("done", result=None)
         else:
