@@ -127,7 +127,7 @@ def test_a_thaw_asks_for_many_packs_at_once(
 ) -> None:
     """The state of each pack is a request of its own; no bytes move."""
     with ckptstore.open(_PLACE, **options) as opened:
-        _ask(server, "POST", "counts")
+        _ask(server, "PUT", "pace", b'{"latency_s": 0.1, "hold": {"HEAD": 10}}')
         report = opened.thaw("r", dry_run=True)
         assert _ask(server, "GET", "counts")["at_once"] >= 10
     assert report.packs.count == report.readable.count > _SAVES
