@@ -7,9 +7,9 @@
     run.save({"model": model.state_dict()}, step=100, metrics={"val_loss": 2.3})
     state = run.load("best:val_loss")  # or "latest", a step, a tag
 
-Errors are in :mod:`ckptstore.errors`, types of results in :mod:`ckptstore.reports`, and files of
-other programs in :mod:`ckptstore.integrations.files`. Names are loaded on first use, so that
-``import ckptstore`` does not import torch.
+Errors are names of the package (``ckptstore.RunNotFoundError``), types of results are in
+:mod:`ckptstore.reports`, and files of other programs in :mod:`ckptstore.integrations.files`. Names
+are loaded on first use, so that ``import ckptstore`` does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptstore.errors import CkptStoreError, StorageError, UnknownNameError
+from ckptstore import errors
+from ckptstore.errors import *  # noqa: F403 - every class, by the list there
 
 if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "CkptStoreError", "DivergenceGuard", "EarlyStopping", "Encoding", "LazyTensor",
+    "DivergenceGuard", "EarlyStopping", "Encoding", "LazyTensor",
     "LazyVersion", "PendingSave", "Progress", "Receipt", "ReplicaInfo", "ResumeReport",
-    "RoleBytes", "Run", "RunInfo", "StorageError", "Store", "TypeAdapter", "Version", "Witness",
-    "mend_keys", "mend_superblock", "open", "rotate_key",
+    "RoleBytes", "Run", "RunInfo", "Store", "TypeAdapter", "Version", "Witness", "mend_keys",
+    "mend_superblock", "open", "rotate_key",
 ]  # fmt: skip
+__all__ += errors.__all__
 
 _MODULES = {
     "ckptstore.catalog.early_stopping": ("DivergenceGuard", "EarlyStopping"),
@@ -67,7 +69,7 @@ if not TYPE_CHECKING:  # so that type checkers still report misspelled names
             raise AttributeError(msg)
         from ckptstore.suggestions import meant
 
-        raise UnknownNameError(msg, hint=meant("ckptstore", name, __all__))
+        raise errors.UnknownNameError(msg, hint=meant("ckptstore", name, __all__))
 
 
 def __dir__() -> list[str]:

@@ -51,12 +51,28 @@
     `-- OperationCancelledError         the caller cancelled the operation
 
 A ``kind`` is a stable, append-only code: match on it, never on the message.
+Each class is a name of the package too: ``except ckptstore.RunNotFoundError``.
 Foreign exceptions (botocore, gcsfs, OSError, msgspec, zstandard) never leave ckptstore.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+__all__ = [
+    "AmbiguousWriteError", "CkptStoreError", "ColdObjectError", "CommitConflictError",
+    "CondemnedError", "ConflictError", "CorruptObjectError", "CorruptTensorError",
+    "EncryptionKeyError", "FormatError", "IntegrityError", "InvalidInputError",
+    "InvalidKeyError", "InvalidRefError", "InvalidUrlError", "LimitError",
+    "MissingDependencyError", "MissingKeyError", "NotFoundError", "NotReplicatedError",
+    "ObjectExistsError", "ObjectNotFoundError", "OperationCancelledError", "PolicyError",
+    "RankFailedError", "ReadOnlyError", "ReplicaChangedError", "RunNotFoundError",
+    "SaveBusyError", "SaverDiedError", "StateError", "StorageError", "StorageFullError",
+    "StoragePermissionError", "StoreExistsError", "StoreNotFoundError", "TensorIndexError",
+    "TensorNotFoundError", "TornStateError", "TransientStorageError", "UnknownNameError",
+    "UnsafeBackendError", "UnsafeEncodingError", "UnsupportedFeatureError",
+    "VersionNotFoundError", "WorkerDiedError", "WrongKeyError",
+]  # fmt: skip
 
 
 class CkptStoreError(Exception):
@@ -401,6 +417,3 @@ class OperationCancelledError(CkptStoreError):
 
     kind = "cancelled"
     exit_code = 130
-
-
-__all__ = sorted(name for name, value in list(globals().items()) if isinstance(value, type))

@@ -26,7 +26,7 @@ ERRORS = """# Errors
 {made}
 Everything that ckptstore raises descends from `ckptstore.CkptStoreError`; exceptions of storage
 libraries and of the operating system never come through. Classes group errors by what a caller
-does about them, and are in `ckptstore.errors`.
+does about them; each is `ckptstore.NAME`.
 
 ```text
 {tree}
@@ -99,7 +99,8 @@ def api_page() -> str:
     parts = ["# Python API\n", MADE, READING]
     for name, use in API.items():
         module = importlib.import_module(name)
-        rows = [f"| `{each}` | {_meaning(module, each)} |" for each in module.__all__]
+        listed = [each for each in module.__all__ if each not in errors.__all__]
+        rows = [f"| `{each}` | {_meaning(module, each)} |" for each in listed]
         parts += [f"## {name}\n", f"{use}\n", "| name | meaning |", "|---|---|", *rows, ""]
     return "\n".join(parts)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from docpages import pages
+from docpages import ROOT, pages, read_page
 
 from ckptstore.cli.main import run
 
@@ -133,6 +133,19 @@ def _execute(command: str, patch: pytest.MonkeyPatch, where: str) -> None:
         )
         code = done.returncode
     assert code == expected, f"{where}: exit code {code} of: {command}"
+
+
+def test_the_first_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run again, the README's first block loads what it saved, and repeats no step."""
+    block = read_page(ROOT / "README.md").blocks[0]
+    monkeypatch.chdir(tmp_path)
+    first: dict[str, Any] = {}
+    exec(block.text, first)  # noqa: S102 - that is the test
+    again: dict[str, Any] = {}
+    exec(block.text, again)  # noqa: S102 - that is the test
+    assert again["done"] == first["step"]
+    assert "step" not in again
+    assert torch.equal(again["model"].weight, first["model"].weight)
 
 
 def test_every_page_is_seen() -> None:

@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from docpages import ROOT
 
+from ckptstore import errors
+
 REFERENCE = ROOT / "docs" / "reference"
 
 
@@ -39,7 +41,8 @@ def test_every_public_name_is_in_the_reference() -> None:
         rows[section.split("\n")[0]] = re.findall(r"^\| `(\w+)` \| \w.+ \|$", section, re.MULTILINE)
     assert {"ckptstore", "ckptstore.reports", "ckptstore.backends.base"} <= set(rows)
     for module, names in rows.items():
-        assert names == importlib.import_module(module).__all__, module
+        public = importlib.import_module(module).__all__
+        assert names == [name for name in public if name not in errors.__all__], module
 
 
 def test_every_limit_is_read() -> None:

@@ -10,38 +10,32 @@ import pytest
 from rankkit.titan import import_without_triton
 
 import ckptstore
+from ckptstore import errors
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(ckptstore.__path__, "ckptstore."))
 
 
 def test_root_names_are_these() -> None:
     """A name that is added or taken away is a decision, made here."""
-    assert ckptstore.__all__ == [
-        "CkptStoreError",
-        "DivergenceGuard",
-        "EarlyStopping",
-        "Encoding",
-        "LazyTensor",
-        "LazyVersion",
-        "PendingSave",
-        "Progress",
-        "Receipt",
-        "ReplicaInfo",
-        "ResumeReport",
-        "RoleBytes",
-        "Run",
-        "RunInfo",
-        "StorageError",
-        "Store",
-        "TypeAdapter",
-        "Version",
-        "Witness",
-        "mend_keys",
-        "mend_superblock",
-        "open",
+    assert sorted(set(ckptstore.__all__) - set(errors.__all__)) == [
+        "DivergenceGuard", "EarlyStopping", "Encoding", "LazyTensor", "LazyVersion", "PendingSave",
+        "Progress", "Receipt", "ReplicaInfo", "ResumeReport", "RoleBytes", "Run", "RunInfo",
+        "Store", "TypeAdapter", "Version", "Witness", "mend_keys", "mend_superblock", "open",
         "rotate_key",
-    ]
-    assert ckptstore.__all__ == sorted(ckptstore.__all__)
+    ]  # fmt: skip
+    assert len(ckptstore.__all__) == len(set(ckptstore.__all__))
+
+
+def test_every_error_is_a_name_of_the_package() -> None:
+    """`except ckptstore.RunNotFoundError` works, and no class of the tree is left out."""
+    tree, waiting = set(), [errors.CkptStoreError]
+    while waiting:
+        tree.add(kind := waiting.pop())
+        waiting += [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+    assert {kind.__name__ for kind in tree} == set(errors.__all__)
+    assert {getattr(ckptstore, kind.__name__) for kind in tree} == tree
+    with pytest.raises(ckptstore.StoreNotFoundError):
+        ckptstore.open("memory://nobody-made-it")
 
 
 def test_root_names_resolve() -> None:
