@@ -78,7 +78,7 @@ def parse_bucket_url(url: str) -> BucketLocation:
         hint = "give settings as options: ckptstore.open(url, requests=16), or --option requests=16"
         raise errors.InvalidUrlError(f"a URL of {scheme}:// with a query or fragment", hint=hint)
     path = path.rstrip("/")
-    if not bucket or "//" in f"/{path}" or ".." in path.split("/"):
+    if not bucket or "//" in f"/{path}":
         msg = f"not a bucket and a path: {url!r}"
         raise errors.InvalidUrlError(msg, hint=f"write {scheme}://bucket/path")
     return BucketLocation(url=url.rstrip("/"), bucket=bucket, prefix=f"{path}/" if path else "")

@@ -394,8 +394,8 @@ class _ClientFactory:
             raise errors.InvalidUrlError(msg, hint=hint) from None
         inner = fs
         while inner is not None:  # those below a chained one too
-            if (cache := getattr(inner, "dircache", None)) is not None:
-                cache.use_listings_cache = False
+            with suppress(AttributeError):  # none, or a plain dict, which each call empties
+                inner.dircache.use_listings_cache = False
             inner = getattr(inner, "fs", None)
         self._system.opened(fs, root)
         folder = f"{root.rstrip('/')}/"
@@ -467,6 +467,9 @@ def open_fsspec(url: str, **options: object) -> FsspecBackend:
         raise errors.InvalidUrlError(f"no backend serves {scheme}://", hint=hint) from error
     except (ImportError, AttributeError) as error:
         raise _not_served(url, str(error)) from error
+    if issubclass(kind, AbstractArchiveFileSystem) and "::" not in url and "fo" not in options:
+        hint = f"write {scheme}://::FILE, or {scheme}://FOLDER::FILE for a folder in it"
+        raise errors.InvalidUrlError(f"{without_credentials(url)} names no archive", hint=hint)
     system = system_of(kind)
     names = inspect.signature(kind.__init__).parameters
     known = [name for name in names if name not in {"self", "kwargs"}]

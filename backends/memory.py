@@ -180,7 +180,7 @@ def open_memory(url: str, **options: object) -> MemoryBackend:
         msg = f"memory takes no storage options, but got {', '.join(sorted(options))}"
         raise errors.InvalidUrlError(msg)
     name = url.partition("://")[2].strip("/")
-    if not name:
+    if not name or "//" in name:
         msg = f"a memory store needs a name: {url!r}"
         raise errors.InvalidUrlError(msg, hint="write memory://some-name")
     return MemoryBackend(name)

@@ -11,7 +11,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -23,7 +22,7 @@ from ckptstore.backends.posix_reserve import drop_reserve, keep_reserve
 from ckptstore.backends.posix_stream import IOV_MAX, PosixWriter
 from ckptstore.backends.posix_walk import is_listed, remove_temp_files, walk
 from ckptstore.backends.scatter import skip_bytes
-from ckptstore.config import SYSTEM, Environment
+from ckptstore.config import SYSTEM, Environment, absolute_path
 
 T = TypeVar("T")
 
@@ -261,10 +260,11 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     if not path or "\0" in path or (kind and kind not in posix_settings.SETTINGS):
         msg = f"no such location or kind: {path!r} {kind!r}"
         raise errors.InvalidUrlError(msg, hint=f"kinds are {', '.join(posix_settings.SETTINGS)}")
-    root = str(Path(path).expanduser().absolute())
-    if os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
+    root = str(absolute_path(path))
+    if root == "/" or os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
         hint = "name the folder of a store, or one that is not there yet"
-        raise errors.InvalidUrlError(f"{root} is a file, not a folder", hint=hint)
+        what = "the root of a file system" if root == "/" else "a file"
+        raise errors.InvalidUrlError(f"{root} is {what}, not a folder for a store", hint=hint)
     fs_type = posix_settings.find_fs_type(root)
     settings = posix_settings.SETTINGS[kind] if kind else posix_settings.settings_for(fs_type)
     return PosixBackend(root, settings=settings, fs_type=fs_type)

@@ -40,15 +40,19 @@ _EXTRAS: Final = {"s3": "s3", "gs": "gcs", "az": "azure"}
 
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 # fsspec has schemes with an underscore, such as arrow_hdfs, which RFC 3986 does not allow.
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*)(?:://|::)")
-# A URL with one slash; a single letter is a drive of another operating system.
-_ONE_SLASH = re.compile(r"([a-z0-9]{2,}):/(?=[^/])")
+_NAME: Final = r"[A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*"
+# Only a cache stands before a path without "://": a folder may be called a::b.
+_SCHEME = re.compile(rf"(?:({_NAME})://|((?:simple|file|block)cache|cached)::)", re.IGNORECASE)
+# A URL without its slashes, or with one.
+_SLIP = re.compile(r"([a-z0-9]{2,}):(/?)(?!/)", re.IGNORECASE)
+_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+_UNNAMEABLE = re.compile(r"[\0-\x1f\x7f\ud800-\udfff]")
 
 
 def scheme_of(location: str) -> str:
     """Return the URL scheme of a location in lower case, empty for a path."""
     match = _SCHEME.match(location)
-    return match[1].lower() if match else ""
+    return (match[1] or match[2]).lower() if match else ""
 
 
 def kind_of(location: str) -> str:
@@ -98,17 +102,25 @@ def _location_text(location: object) -> str:
     if not isinstance(text, str):
         msg = f"a location must be a URL or a path, not {text!r:.60}"
         raise InvalidUrlError(msg, hint="such as /data/ckpts or s3://bucket/ckpts")
-    if not text:
+    if not text.strip():
         raise InvalidUrlError("the URL is empty", hint="is CKPTSTORE_URL set?")
-    head, mark, _ = text.partition("://")
+    head, mark, rest = text.partition("://")
     if mark and "/" not in head and not _SCHEME.match(text):
         msg = f"{head[:80]!r} is no scheme of a URL"
         raise InvalidUrlError(msg, hint=f"a folder of this name is ./{head[:80]}:/...")
-    typo = _ONE_SLASH.match(text)
-    if typo:
-        slashes = ":///" if typo[1] in {"file", "local"} else "://"
-        hint = f"did you mean {typo[1]}{slashes}...? A folder of this name is ./{typo[0]}..."
-        raise InvalidUrlError(f"{typo[0]}... is no URL", hint=hint)
+    kind, slip, drive = kind_of(text), _SLIP.match(text), _WINDOWS.match(text)
+    if kind != "file" and kind in FACTORIES:
+        if _UNNAMEABLE.search(rest) or {".", ".."}.intersection(rest.split("/")):
+            msg = f"a URL of {head}:// with . or .. in its path, or with a control character"
+            raise InvalidUrlError(msg, hint="write it without them")
+    elif (slip or drive) and not os.path.isdir(text):  # noqa: PTH112 - one that is there is meant
+        if slip and (slip[2] or kind_of(f"{slip[1]}://") in FACTORIES):
+            slashes = ":///" if kind_of(f"{slip[1]}://") == "file" else "://"
+            hint = f"did you mean {slip[1]}{slashes}...? A folder of this name is ./{slip[0]}..."
+            raise InvalidUrlError(f"{slip[0]}... is no URL", hint=hint)
+        if drive:
+            hint = f"WSL has it below /mnt; a folder of this name is ./{drive[0]}..."
+            raise InvalidUrlError(f"{drive[0]}... is a path of Windows", hint=hint)
     return text
 
 

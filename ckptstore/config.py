@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol, get_args
 
 from ckptstore import limits
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import InvalidInputError, InvalidUrlError, StorageError
 
 ENGINES: Final = ("auto", "process", "thread")
 """Engines that write background saves."""
@@ -211,7 +211,41 @@ def cache_path(folder: object) -> Path:
     if not isinstance(folder, str | os.PathLike) or "://" in str(folder):
         msg = f"the folder of the cache is a path on this host, not {folder!r:.80}"
         raise InvalidInputError(msg, hint=CACHE_HINT)
-    return Path(folder).expanduser().absolute()
+    return absolute_path(folder)
+
+
+def expanded_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path with ``~`` and ``~user`` replaced; that of an unknown user is a folder.
+
+    Raises
+    ------
+    InvalidUrlError
+        The user has no home folder.
+    """
+    text = os.path.expanduser(path)  # noqa: PTH111 - pathlib's expands ./~user too, and raises
+    if text == "~" or text.startswith("~/"):
+        hint = "set HOME, or give an absolute path; a folder of this name is ./~"
+        raise InvalidUrlError("the home folder ~ is not known", hint=hint)
+    return Path(text)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path from the root on, ``~`` replaced.
+
+    Raises
+    ------
+    InvalidUrlError
+        As :func:`expanded_path`.
+    StorageError
+        It is relative, and the working directory was deleted.
+    """
+    try:
+        place = expanded_path(path).absolute()
+    except OSError as error:
+        msg = f"{os.fspath(path)!r} is nowhere: the working directory was deleted"
+        hint = "change to another folder, or give an absolute path"
+        raise StorageError(msg, hint=hint) from error
+    return Path("/" + str(place).lstrip("/"))  # pathlib keeps two slashes
 
 
 def _positive(name: str, value: object) -> int:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptstore.backends.oserrors import translate
+from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.integrations.deepspeed import KEPT, LATEST, MASTER, PARAM, ZERO
 from ckptstore.model import Version
@@ -43,7 +44,7 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
     StorageError
         It could not be written, or the version not be read.
     """
-    path = Path(folder).absolute()
+    path = absolute_path(folder)
     version = store.resolve(ref)
     kept = _part(store, version, KEPT)
     if path.exists():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
 from ckptstore.backends.registry import kind_of, scheme_of
+from ckptstore.config import absolute_path
 from ckptstore.model import ReplicaInfo
 
 PREFIX: Final = "replica:"
@@ -38,5 +38,5 @@ def _plain(url: str) -> str:
         path = url
         if "://" in url:
             path = unquote(url.partition("://")[2].removeprefix("localhost"))
-        return f"file://{Path(path).expanduser().absolute()}"
+        return f"file://{absolute_path(path)}"
     return kind + url[len(scheme_of(url)) :].rstrip("/")

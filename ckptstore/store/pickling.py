@@ -12,10 +12,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore import limits
+from ckptstore.config import absolute_path
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.replicas.options import HasRepo, ReplicaOptions
 
@@ -51,7 +51,7 @@ class Opening:
 
         text = os.fspath(url)
         scheme = scheme_of(text)
-        place = text if scheme else _absolute(text)
+        place = text if scheme else str(absolute_path(text))
         obstacle = hint = ""
         if scheme == "memory":
             obstacle, hint = "it is in the memory of this process", "take a path or an object store"
@@ -139,11 +139,7 @@ def _portable(name: str, options: Mapping[str, Any] | HasRepo) -> Mapping[str, A
     return {**options, _KEY: _placed(options[_KEY])}
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
-
-
 def _placed(spec: str) -> str:
     """Return the place of a key, that of a file from any working directory."""
     source, _, rest = spec.partition(":")
-    return f"file:{_absolute(rest)}" if source == "file" else spec
+    return f"file:{absolute_path(rest)}" if source == "file" else spec

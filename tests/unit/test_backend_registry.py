@@ -16,7 +16,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import PosixBackend
 from ckptstore.backends.registry import open_backend, scheme_of
 from ckptstore.backends.retrying import RetryingBackend
-from ckptstore.errors import InvalidUrlError, MissingDependencyError
+from ckptstore.errors import InvalidUrlError, MissingDependencyError, StorageError
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,9 @@ from ckptstore.errors import InvalidUrlError, MissingDependencyError
         ("arrow_hdfs://host/x", "arrow_hdfs"),
         ("simplecache::arrow_hdfs://host/x", "simplecache::arrow_hdfs"),
         ("folder/a://b", ""),
+        ("a::b", ""),
+        ("x::", ""),
+        ("simplecache::/data/x", "simplecache"),
     ],
 )
 def test_schemes(location: str, scheme: str) -> None:
@@ -50,6 +53,42 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert open_backend(f"file://{tmp_path}/x%20y", retry=False).url == str(tmp_path / "x y")
     assert open_backend(f"local://{tmp_path}", retry=False).name == "local"
     assert not (tmp_path / "x y").exists(), "opening creates nothing"
+    for name in (
+        "~no-such-user",
+        "a::b/c",
+        "./~root",
+        "./a::b",
+        "$HOME",
+        "%41",
+        "C:x",
+        "new\nline",
+    ):
+        assert open_backend(name, retry=False).url == str(tmp_path / name)
+    assert open_backend(f"/{tmp_path}", retry=False).url == str(tmp_path)  # two slashes
+    (tmp_path / "memory:x").mkdir()
+    assert open_backend("memory:x", retry=False).url == str(tmp_path / "memory:x")
+
+
+@pytest.mark.parametrize("location", ["x", "./x", ".", "~no-such-user", "a::b"])
+def test_a_working_directory_that_was_deleted(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path has no meaning there, which the error says; an absolute one works."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StorageError, match=r"working directory was deleted -- .* absolute"):
+        ckptstore.open(location, create=True)
+    ckptstore.open(tmp_path / "x", create=True).close()
+
+
+def test_a_home_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without HOME and an entry of the user, ``~`` is refused, and makes no folder of that name."""
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    for location in ("~", "~/ckpts"):
+        with pytest.raises(InvalidUrlError, match="set HOME"):
+            open_backend(location)
 
 
 @pytest.mark.filterwarnings("ignore:The 'arrow_hdfs' protocol:DeprecationWarning")
@@ -117,6 +156,23 @@ def test_retry_is_the_default() -> None:
         "_://x",
         "://x",
         "a\0b",
+        "  ",
+        "/",
+        "file:///",
+        "s3://b/a/./x",
+        "s3://b/.",
+        "s3a://b/./x",
+        "gs://b/a/./x",
+        "az://container/a/./x",
+        "abfss://container@account.dfs.core.windows.net/a/../x",
+        "http://host/a/./x",
+        "https://host/../x",
+        "memory://a/./b",
+        "memory://a/../b",
+        "memory://a//b",
+        "memory://a\nb",
+        "s3://b/x\0",
+        "gs://b/\udc80",
     ],
 )
 def test_bad_locations(location: str) -> None:
@@ -131,6 +187,15 @@ def test_bad_locations(location: str) -> None:
         ("", "the URL is empty -- is CKPTSTORE_URL set"),
         ("s3:/bucket/x", "did you mean s3://"),
         ("file:/data/x", "did you mean file:///"),
+        ("file:x", "did you mean file:///"),
+        ("memory:x", "did you mean memory://...? A folder of this name is ./memory:..."),
+        ("S3:bucket/x", "did you mean S3://"),
+        ("https:host/x", "did you mean https://"),
+        ("C:\\ckpts", "is a path of Windows"),
+        ("d:/ckpts", "is a path of Windows"),
+        ("\\\\server\\share", "is a path of Windows"),
+        ("zip://x.zip", "write zip://::FILE"),
+        ("tar://x.tar", "write tar://::FILE"),
     ],
 )
 def test_typos_are_named(location: str, said: str) -> None:
