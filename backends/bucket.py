@@ -179,7 +179,8 @@ class BucketBackend(base.Backend, Generic[C]):
                 if key <= after or not base.is_key(key):
                     continue
                 if key <= last:
-                    raise errors.StorageError(f"{what}: the storage does not list in order")
+                    msg = f"{what}: the storage does not list in order"
+                    raise errors.StorageError(msg, hint="docs/howto/s3-and-gcs.md#requirements")
                 last = key
                 yield self._info(key, item)
             if not token:

@@ -409,7 +409,7 @@ class _Probe:
         return f"racer {who} ".encode() * 200
 
     def _read_after_write(self) -> tuple[bool, str]:
-        for index in range(limits.PROBE_OBJECTS):
+        for index in reversed(range(limits.PROBE_OBJECTS)):  # an order of time is none of names
             key = self._key(f"read-{index}")
             with self._timed("put"):
                 self._backend.put(key, self._body)
@@ -442,10 +442,13 @@ class _Probe:
         expected = [f"{self._root}read-{index}" for index in range(limits.PROBE_OBJECTS)]
         with self._timed("list"):
             found = [info.key for info in self._backend.list(f"{self._root}read-")]
-        rest = [i.key for i in self._backend.list(f"{self._root}read-", after=expected[2])]
-        if found != sorted(expected) or rest != sorted(expected)[3:]:
+        after = f"{self._root}race-0"
+        rest = [info.key for info in self._backend.list(self._root, after=after)]
+        if set(found) != set(expected) or not rest:
             return False, f"{len(found)} of {len(expected)} new objects were listed"
-        return True, f"all {len(expected)} new objects were listed at once"
+        if found != expected or rest != sorted(rest) or rest[0] <= after:
+            return False, "names are not listed in order, or not only those after another one"
+        return True, f"all {len(expected)} new objects were listed at once and in order"
 
     def _clock(self) -> tuple[bool, str]:
         key = self._key("clock")

@@ -43,9 +43,8 @@ _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 _NAME: Final = r"[A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*"
 # Only a cache stands before a path without "://": a folder may be called a::b.
 _SCHEME = re.compile(rf"(?:({_NAME})://|((?:simple|file|block)cache|cached)::)", re.IGNORECASE)
-# A URL without its slashes, or with one.
-_SLIP = re.compile(r"([a-z0-9]{2,}):(/?)(?!/)", re.IGNORECASE)
-_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+# A URL without its slashes, or with one; a single letter is a drive of Windows.
+_SLIP = re.compile(r"([a-z0-9]+):([/\\]?)(?!/)", re.IGNORECASE)
 _UNNAMEABLE = re.compile(r"[\0-\x1f\x7f\ud800-\udfff]")
 
 
@@ -108,19 +107,18 @@ def _location_text(location: object) -> str:
     if mark and "/" not in head and not _SCHEME.match(text):
         msg = f"{head[:80]!r} is no scheme of a URL"
         raise InvalidUrlError(msg, hint=f"a folder of this name is ./{head[:80]}:/...")
-    kind, slip, drive = kind_of(text), _SLIP.match(text), _WINDOWS.match(text)
+    kind, slip = kind_of(text), _SLIP.match(text)
     if kind != "file" and kind in FACTORIES:
         if _UNNAMEABLE.search(rest) or {".", ".."}.intersection(rest.split("/")):
             msg = f"a URL of {head}:// with . or .. in its path, or with a control character"
             raise InvalidUrlError(msg, hint="write it without them")
-    elif (slip or drive) and not os.path.isdir(text):  # noqa: PTH112 - one that is there is meant
-        if slip and (slip[2] or kind_of(f"{slip[1]}://") in FACTORIES):
-            slashes = ":///" if kind_of(f"{slip[1]}://") == "file" else "://"
-            hint = f"did you mean {slip[1]}{slashes}...? A folder of this name is ./{slip[0]}..."
+    elif slip and not os.path.isdir(text):  # noqa: PTH112 - a folder that is there is meant
+        scheme = kind_of(f"{slip[1]}://")
+        if slip[2] or scheme in FACTORIES:
+            start = f"{slip[1]}:///..." if scheme == "file" else f"{slip[1]}://..."
+            meant = start if slip[1][1:] else "a drive of Windows, which WSL has below /mnt"
+            hint = f"did you mean {meant}? A folder of this name is ./{slip[0]}..."
             raise InvalidUrlError(f"{slip[0]}... is no URL", hint=hint)
-        if drive:
-            hint = f"WSL has it below /mnt; a folder of this name is ./{drive[0]}..."
-            raise InvalidUrlError(f"{drive[0]}... is a path of Windows", hint=hint)
     return text
 
 

@@ -25,6 +25,8 @@ from ckptstore.backends.scatter import wanted_bytes
 from ckptstore.backends.storage_classes import STANDARD, ColdStorage
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
+# Endings that AWS reserves: directory buckets (S3 Express One Zone), and access points to them.
+_DIRECTORY: Final = ("--x-s3", "--xa-s3")
 
 
 class S3Backend(bucket.BucketBackend[S3Calls]):
@@ -275,13 +277,17 @@ def open_s3(
     Raises
     ------
     InvalidUrlError
-        If the URL names no bucket, or carries credentials; or for another `client`.
+        If the URL names no bucket, or a directory bucket, or carries credentials; or for another
+        `client`.
     InvalidInputError
         `pack_class` names no class whose objects can always be read; `requests` is no number.
     MissingDependencyError
         s3fs is needed, and is not installed.
     """
     location = bucket.parse_bucket_url(url)
+    if location.bucket.endswith(_DIRECTORY):
+        msg = f"{location.bucket} is a directory bucket (S3 Express One Zone), which lists unsorted"
+        raise errors.InvalidUrlError(msg, hint="take a general purpose bucket, and hot tiers")
     if client not in _CLIENTS:
         msg = f"no S3 client is called {client!r:.40}"
         raise errors.InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")

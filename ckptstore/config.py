@@ -214,38 +214,26 @@ def cache_path(folder: object) -> Path:
     return absolute_path(folder)
 
 
-def expanded_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path with ``~`` and ``~user`` replaced; that of an unknown user is a folder.
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path from the root on, with ``~`` and ``~user`` replaced; ``~unknown`` is a folder.
 
     Raises
     ------
     InvalidUrlError
         The user has no home folder.
-    """
-    text = os.path.expanduser(path)  # noqa: PTH111 - pathlib's expands ./~user too, and raises
-    if text == "~" or text.startswith("~/"):
-        hint = "set HOME, or give an absolute path; a folder of this name is ./~"
-        raise InvalidUrlError("the home folder ~ is not known", hint=hint)
-    return Path(text)
-
-
-def absolute_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path from the root on, ``~`` replaced.
-
-    Raises
-    ------
-    InvalidUrlError
-        As :func:`expanded_path`.
     StorageError
         It is relative, and the working directory was deleted.
     """
+    text = os.path.expanduser(path)  # noqa: PTH111 - pathlib's raises, and expands ./~user too
+    if text.partition("/")[0] == "~":
+        hint = "set HOME, or give an absolute path; a folder of this name is ./~"
+        raise InvalidUrlError("the home folder ~ is not known", hint=hint)
     try:
-        place = expanded_path(path).absolute()
+        text = str(Path(text).absolute())
     except OSError as error:
-        msg = f"{os.fspath(path)!r} is nowhere: the working directory was deleted"
         hint = "change to another folder, or give an absolute path"
-        raise StorageError(msg, hint=hint) from error
-    return Path("/" + str(place).lstrip("/"))  # pathlib keeps two slashes
+        raise StorageError(f"the working directory of {text!r} was deleted", hint=hint) from error
+    return Path("/" + text.lstrip("/"))  # pathlib keeps two slashes
 
 
 def _positive(name: str, value: object) -> int:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from ckptstore import errors, limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.selection import BESIDE
-from ckptstore.config import absolute_path, expanded_path
+from ckptstore.config import absolute_path
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line
@@ -121,7 +121,7 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
-    path = expanded_path(path)
+    path = absolute_path(path)
     directory = _holds(path, ".metadata")
     described = not directory and _holds(path, "config.json", "adapter_config.json")
     key = under if under is not None else _MODEL if described else ""
@@ -206,8 +206,8 @@ def _opened(path: Path, step: int | None) -> Iterator[_Read]:
     except errors.CkptStoreError:
         raise
     except FileNotFoundError as error:
-        msg, hint = f"there is no file {error.filename or path}", absolute_path(path.parent)
-        raise errors.ObjectNotFoundError(msg, hint=f"look in {hint}") from error
+        msg = f"there is no file {error.filename or path}"
+        raise errors.ObjectNotFoundError(msg, hint=f"look in {path.parent}") from error
     except OSError as error:
         raise translate(error, f"reading {error.filename or path}") from error
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
-from ckptstore.config import expanded_path
+from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, FormatError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.integrations.file_import import import_file
@@ -50,7 +50,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
         The folder cannot be read.
     """
     try:
-        every = [one for path in expanded_path(folder).iterdir() if (one := _found(path))]
+        every = [one for path in absolute_path(folder).iterdir() if (one := _found(path))]
     except OSError as error:
         raise translate(error, f"reading {folder}") from error
     every.sort()

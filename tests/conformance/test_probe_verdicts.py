@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -21,6 +22,7 @@ from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.probe import ProbeReport, measure, probe
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.cli.probe_table import advice
 from ckptstore.config import Options
@@ -238,6 +240,79 @@ def test_overwriting_creator_is_found_out() -> None:
     """That the loser is told is not enough: the winner's bytes must stand."""
     report = probe(Overwriting(MemoryBackend("probe-overwriting")))
     assert report.put_if_absent is PutIfAbsent.IGNORED
+
+
+ORDERS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "backwards": lambda names: names[::-1],
+    "every second": lambda names: names[1::2] + names[::2],
+    "last first": lambda names: names[-1:] + names[:-1],
+}
+"""Orders of a listing that are not those of the names; directory buckets of S3 have none."""
+
+
+class Unsorted(WrapperBackend):
+    """Lists in another order than that of the names."""
+
+    def __init__(self, inner: Backend, turned: Callable[[list[Any]], list[Any]]) -> None:
+        super().__init__(inner)
+        self._turned = turned
+
+    def list(self, prefix: str, *, after: str = "") -> object:  # type: ignore[override]
+        """List in another order."""
+        return iter(self._turned(list(self.inner.list(prefix, after=after))))
+
+
+class UnsortedFolders(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Lists each folder backwards, as some file systems do."""
+
+    protocol = "unsorted"
+
+    def ls(self, path: str, detail: bool = True, **options: object) -> list[Any]:
+        """List a folder."""
+        return list(super().ls(path, detail=detail, **options))[::-1]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_listing_out_of_order_is_found_out(order: str) -> None:
+    """The log relies on the order of names: no store is made there, not for one writer either."""
+    backend = Unsorted(MemoryBackend(f"probe-unsorted-{order}"), ORDERS[order])
+    assert names(probe(backend))["list after write"] is False
+    for single in (False, True):
+        with pytest.raises(CkptStoreError, match=r"list after write .*in order"):
+            create_on(backend, options=Options(single_writer=single))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_s3_server_that_lists_out_of_order_is_found_out(
+    order: str, s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of a server; a store that is there already is not read in a wrong order."""
+    options = s3_bucket.options()
+    with ckptstore.open(s3_bucket.url, create=True, single_writer=True, **options) as store:
+        for step in range(3):
+            store.run("r").save({"w": step}, step=step)
+    page = S3Backend._page
+
+    def turned(self: S3Backend, *given: str) -> tuple[list[Any], str]:
+        """Return the names of a page in another order."""
+        items, token = page(self, *given)
+        return ORDERS[order](items), token
+
+    monkeypatch.setattr(S3Backend, "_page", turned)
+    report = probe(open_backend(s3_bucket.url, **options))
+    assert names(report)["list after write"] is False
+    with pytest.raises(StorageError, match="does not list in order -- docs"):
+        ckptstore.open(s3_bucket.url, **options).versions("r")
+
+
+def test_folders_are_sorted_by_us() -> None:
+    """File systems of fsspec promise no order; their listings are sorted folder by folder."""
+    fsspec.register_implementation("unsorted", UnsortedFolders, clobber=True)
+    assert names(probe(open_fsspec("unsorted://probe")))["list after write"] is True
+    with ckptstore.open("unsorted://store", create=True, single_writer=True) as store:
+        for step in range(12):
+            store.run("r").save({"w": step}, step=step)
+        assert [version.step for version in store.versions("r")] == list(range(12))
 
 
 class StaleListing(WrapperBackend):
