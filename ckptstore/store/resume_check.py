@@ -1,14 +1,14 @@
-"""Notices a training that was begun again without being resumed, and says so once.
+"""Warns of saves that go back in steps: ``latest`` names them, and the newer step is history.
 
-Nothing is wrong with the store then: a step that was saved before gets a further version. But the
-run goes on from the new, untrained state, and what it was before is only history. A process whose
-first save of a run goes back in steps, and that has loaded nothing of the run, has most likely
-forgotten to load.
+Nothing is wrong with the store then: a step that was saved before gets a further version. A process
+whose first save of a run goes back, and that has loaded nothing of the run, has most likely
+forgotten to load. One that has loaded an earlier version has most likely forgotten to roll back.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import VersionNotFoundError
@@ -16,6 +16,16 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
+
+_UNRESUMED: Final = (
+    "and this process has loaded nothing of the run: was it started again without being resumed? "
+    "To go on, load before the first save: state = run.load(). To train again from an earlier "
+    "version: run.rollback(...). For another training: a run of another name, or store.fork(...)"
+)
+_LOWER: Final = (
+    "and latest names it from now on. To continue an earlier version, roll back to it first: "
+    "run.rollback(...). To return: run.rollback('#{}')"
+)
 
 _chosen: dict[str, set[str]] = {}
 """By the id of a store, the runs that this process has loaded from, made, or chosen a head of.
@@ -25,6 +35,9 @@ again to save, and it has loaded then; a forked child goes on with what its pare
 threads that add at once both succeed, as adding to a set is one step of the interpreter.
 """
 
+
+_told: set[str] = set()
+"""Ids of versions after which one was saved that goes back; background saves are not seen yet."""
 
 _loaded: dict[tuple[str, str], str] = {}
 """By the id of a store and the run, the version that this process has loaded last."""
@@ -49,32 +62,30 @@ def take_loaded(repo: Repo, run: str) -> str:
 
 
 def is_chosen(repo: Repo, run: str) -> bool:
-    """Return whether a save of the run would not be looked at."""
+    """Return whether this process has loaded from the run, made it, or decided its head."""
     return run in _chosen.get(repo.superblock.store_id, ())
 
 
 def saved(repo: Repo, run: str, step: int, version: str) -> None:
-    """Look at a save, which need not be committed yet; warn if it is a first one and goes back.
+    """Look at a save, which need not be committed yet; warn if it goes back.
+
+    An equal step is told of a first save only; a fork may begin to count again.
 
     Parameters
     ----------
     version
         Its id.
     """
-    if is_chosen(repo, run):
-        return
+    known, catalog = is_chosen(repo, run), repo.log.catalog
     chosen(repo, run)
-    before = _before(repo.log.catalog, run, version)
-    if before is not None and step <= before.step:
-        _log.warning(
-            "run %s: step %d is saved after step %d, and this process has loaded nothing of the "
-            "run: was it started again without being resumed? To go on, load before the first "
-            "save: state = run.load(). To train again from an earlier version: run.rollback(...). "
-            "For another training: a run of another name, or store.fork(...)",
-            run,
-            step,
-            before.step,
-        )
+    before = _before(catalog, run, version)
+    if before is None or step > before.step or before.parent == catalog.run(run).origin != "":
+        return
+    if known and (step == before.step or before.id in _told):
+        return
+    _told.add(before.id)
+    why = _LOWER.format(before.id[:12]) if known else _UNRESUMED
+    _log.warning("run %s: step %d is saved after step %d, %s", run, step, before.step, why)
 
 
 def _before(catalog: Catalog, run: str, version: str) -> Version | None:

@@ -102,6 +102,32 @@ def test_who_goes_on_is_told_nothing(
     assert SAYS not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("how", "engine"), [("save", "auto"), ("save_async", "thread"), ("save_async", "process")]
+)
+def test_a_lower_step_names_the_newer_one(
+    folder: Path, how: str, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each newer version, without a rollback, also after a load; equal steps are not."""
+    with ckptstore.open(folder, engine=engine) as store:
+        run = store.run("gpt")
+        newest = run["latest"]
+        run.load(10)
+        for step in (30, 11, 12):
+            SAVES[how](run, step)
+        told = [record.getMessage() for record in caplog.records if record.name == "ckptstore"]
+        assert [text.split(",")[0] for text in told] == ["run gpt: step 11 is saved after step 30"]
+        assert run["latest"].step == 12
+        run.rollback("#" + told[0].partition("#")[2].partition("'")[0])  # as the message says
+        assert run["latest"].step == newest.step
+        run.rollback(20)
+        SAVES[how](run, 21)
+        fork = store.fork("gpt@30", "tuned")
+        SAVES[how](fork, 0)
+        SAVES[how](fork, 1)
+    assert caplog.text.count("is saved after") == 1
+
+
 def test_what_another_run_or_store_holds_does_not_count(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
