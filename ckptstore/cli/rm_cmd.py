@@ -13,7 +13,7 @@ from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_versions, is_run_name, opened
 from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, freed_later
-from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.errors import InvalidInputError, PolicyError, VersionNotFoundError
 from ckptstore.maintenance.reports.documents import name_document
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
@@ -50,7 +50,7 @@ def rm(
     force
         Also delete tagged versions, heads of runs, and the only verified version.
     dry_run
-        Print what would be deleted; change nothing.
+        Print what would be deleted; change nothing. Exits with 7 if rm would refuse.
     reason
         Reason, recorded in the log.
 
@@ -77,6 +77,8 @@ def rm(
         }
         output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
         output.note(_summary(found, keep, dry_run=dry_run))
+        if any(removal.obstacle for removal in found):
+            raise typer.Exit(PolicyError.exit_code)
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:

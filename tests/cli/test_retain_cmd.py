@@ -194,11 +194,15 @@ def test_rm_of_a_run_name_is_refused(cli: Cli, store_path: Path) -> None:
 
 
 def test_rm_dry_run_counts_what_is_in_the_way(cli: Cli, store_path: Path) -> None:
-    """A removal is all or none: one tagged version means that nothing would be deleted."""
+    """One tagged version means that nothing would be deleted; the exit code is that of ``rm``."""
     blocked = cli("rm", "--run", "gpt", "--dry-run", "-s", store_path)
     assert "0 would be deleted: 1 of 5 in the way" in blocked.err
     free = cli("rm", "--run", "gpt", "--dry-run", "--force", "-s", store_path)
     assert "5 would be deleted; at most" in free.err
+    assert (blocked.code, free.code) == (7, 0)
+    for words in (["gpt@first"], ["gpt@200"], ["gpt@latest", "--keep", "weights"]):
+        dry = cli("rm", *words, "--dry-run", "-s", store_path)
+        assert dry.code == cli("rm", *words, "-s", store_path).code, words
 
 
 def test_fork_to_the_name_of_a_deleted_run(cli: Cli, store_path: Path) -> None:
