@@ -88,6 +88,15 @@ def test_listings_do_not_grow_with_the_store() -> None:
     assert max(saved.values()) <= listings * (limits.COMMITS_PER_FOLDER + 20)
 
 
+def test_a_file_system_with_a_plain_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the Hugging Face Hub keeps listings in a dict."""
+    plain = property(lambda _fs: {}, lambda _fs, _made: None)
+    monkeypatch.setattr(Metered, "dircache", plain, raising=False)
+    fsspec.register_implementation("metered", Metered, clobber=True)
+    with ckptstore.open("metered://plain", create=True, single_writer=True) as store:
+        assert store.run("r").save({"w": 1}, step=1).step == 1
+
+
 def test_the_listing_skips_what_lies_before(tmp_path: Path) -> None:
     """With `after`, folders that sort before it are not listed, nor are those beside the prefix."""
     fsspec.register_implementation("metered", Metered, clobber=True)
