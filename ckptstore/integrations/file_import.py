@@ -139,7 +139,7 @@ def import_file(
         if described:
             state, step = _with_files(state, found, path), step or 0
         step = _step(path, found.step if step is None else step)
-        resume_check.chosen(store.repo, run)  # an import goes on with no training
+        resume_check.importing(store.repo, run)
         about = {**_origin(found), **(metadata or {})}
         metrics = metrics or found.metrics
         target = store.run(run, metrics=directions)

@@ -56,6 +56,13 @@ def chosen(repo: Repo, run: str, *, version: str = "") -> None:
         _loaded[repo.superblock.store_id, run] = version
 
 
+def importing(repo: Repo, run: str) -> None:
+    """Note that an import follows, which may bring older steps after newer ones."""
+    chosen(repo, run)
+    if repo.log.catalog.has_run(run) and (head := repo.log.catalog.head(run)):
+        _told.add(head.id)
+
+
 def take_loaded(repo: Repo, run: str) -> str:
     """Return the id of the version that this process has loaded last, once; empty if none."""
     return _loaded.pop((repo.superblock.store_id, run), "")
