@@ -85,6 +85,8 @@ class BackgroundSave:
         self._staging_s = 0.0
         self._numbers: dict[str, float] = {}
         self._version: Version | None = None
+        self._released = False
+        """The observers have heard of its end."""
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -125,9 +127,9 @@ class BackgroundSave:
                     self._waited += self._environment.monotonic() - self._waits_since
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is over."""
+        """Wait until it is over, and the observers have heard of that."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.over, timeout)
+            return self._changed.wait_for(lambda: self._released, timeout)
 
     def raise_error(self) -> None:
         """Raise why there is no version, if there is none, and never will be."""
@@ -207,7 +209,7 @@ class BackgroundSave:
     def skip(self) -> None:
         """End it before it began."""
         with self._changed:
-            self.state = "skipped"
+            self.state, self._released = "skipped", True
             self._returned = self._environment.monotonic()
             self._changed.notify_all()
 
@@ -227,4 +229,10 @@ class BackgroundSave:
                     self.state, self.heard = "cancelled", True
                 else:
                     self.state = "failed"
+            self._changed.notify_all()
+
+    def released(self) -> None:
+        """Let those go on who wait for its end."""
+        with self._changed:
+            self._released = True
             self._changed.notify_all()

@@ -223,14 +223,18 @@ class Saver:
         return self.dispatcher.cancel(save.number)
 
     def _end(self, save: BackgroundSave, end: Done | Failed, *, raised: bool = False) -> None:
-        """Note what became of a save, and let those go on who wait for it or for its memory."""
+        """Note what became of a save, and let those go on who wait for it or for its memory.
+
+        Its state is known as soon as the next is admitted; `result` returns after the observers.
+        """
         error = end.error if isinstance(end, Failed) else None
         cancelled = isinstance(error, OperationCancelledError)
         if error is not None and not cancelled:
             error.add_note(f"in the background save of {save.run}@{save.step}")
-        if save.arena is not None:
-            self.dispatcher.give_back(save.arena)
         with self._changed:
+            if save.arena is not None:
+                self.dispatcher.give_back(save.arena)
+            save.finish(end)
             if save in self._staged:
                 self._staged.remove(save)
             if error is not None and not cancelled:
@@ -240,7 +244,7 @@ class Saver:
         kind: SaveEventKind = "durable" if error is None else "cancelled" if cancelled else "failed"
         receipt = end.receipt if isinstance(end, Done) else {}
         self._emit(kind, save, receipt, error, raised=raised)
-        save.finish(end)
+        save.released()
         self._send_off()
 
     def _emit(

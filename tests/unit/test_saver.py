@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +38,7 @@ from ckptstore.store import Store
 pytestmark = pytest.mark.short(sample=1)
 
 ENGINES = ("thread", "process")
+_PATIENCE_S = 300.0
 
 
 @pytest.fixture(params=ENGINES)
@@ -327,29 +327,36 @@ def test_fail(busy: Busy) -> None:
     assert [version.step for version in run.versions()] == [1]
 
 
+def _at_each_wait(condition: threading.Condition, do: Callable[[], object]) -> list[float]:
+    """Do something whenever a thread begins to wait for a condition; return the seconds waited.
+
+    The thread has the lock of the condition then, so it misses nothing that `do` sets off.
+    """
+    waited: list[float] = []
+    genuine = condition.wait
+
+    def wait(timeout: float | None = None) -> bool:
+        do()
+        began = time.monotonic()
+        try:
+            return genuine(timeout)
+        finally:
+            waited.append(time.monotonic() - began)
+
+    condition.wait = wait  # type: ignore[method-assign]
+    return waited
+
+
 def test_wait(busy: Busy) -> None:
     """The second save begins when the first is durable, and the time counts as blocked."""
     store, first, backend = busy
-    waited: list[float] = []
-
-    def release() -> None:
-        waiters: deque[object] = store._saver._changed._waiters  # type: ignore[attr-defined]
-        while not waiters:
-            threading.Event().wait(0.001)
-        began = time.monotonic()
-        threading.Event().wait(0.1)
-        waited.append(time.monotonic() - began)
-        backend.go()
-
-    releasing = threading.Thread(target=release)
-    releasing.start()
+    waited = _at_each_wait(store._saver._changed, backend.go)
 
     second = store.run("gpt").save_async(_state(2), step=2)
 
     assert first.durable
-    assert second.receipt.blocked_s >= waited[0] >= 0.1
+    assert second.receipt.blocked_s >= waited[0] > 0
     second.result()
-    releasing.join()
 
 
 def test_two_in_flight(backend: HeldBackend, engine: str) -> None:
@@ -372,10 +379,11 @@ def test_two_in_flight(backend: HeldBackend, engine: str) -> None:
 def test_the_foreground_waits_for_the_background(busy: Busy) -> None:
     """`save` after `save_async` continues it: versions have the order of the calls."""
     store, first, backend = busy
-    threading.Timer(0.1, backend.go).start()
+    waited = _at_each_wait(first._save._changed, backend.go)
 
     second = store.run("gpt").save(_state(2), step=2)
 
+    assert waited
     assert second.parent == first.result().id
 
 
@@ -405,17 +413,33 @@ def test_a_state_beyond_the_budget_is_refused(tmp_path: Path, engine: str) -> No
 
 
 def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -> None:
-    """Two may be in flight, but there is memory for one: the second is skipped, or waits."""
+    """Two may be in flight, but there is memory for one: the second is skipped, or waits.
+
+    When it goes on the first is durable; who waits for its result waits for the observers too.
+    """
     options = {"in_flight": 2, "staging_bytes": 6_000_000}
+    admitted = threading.Event()
+    heard: list[int] = []
+
+    def observe(event: SaveEvent) -> None:
+        if (event.kind, event.step) == ("durable", 1):
+            assert admitted.wait(_PATIENCE_S)
+            heard.append(event.step)
+
     with _held(backend, engine=engine, **options) as store:
         run = store.run("gpt")
+        store.observe(observe)
         backend.hold()
         state = {"w": torch.randn(1_000_000)}
         first = run.save_async(state, step=1)
         assert run.save_async(state, step=2, if_busy="skip").skipped
-        threading.Timer(0.1, backend.go).start()
+        _at_each_wait(store._saver._changed, backend.go)
         third = run.save_async(state, step=3)
-        assert first.durable
+        durable, early = first.durable, first._save.wait(timeout=0)
+        admitted.set()
+        assert (durable, early) == (True, False)
+        first.result()
+        assert heard == [1]
         third.result()
         assert store._saver.dispatcher.size_bytes <= 6_000_000
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
-import gc
-import multiprocessing
-import os
-import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from faultkit.forking import in_a_fork
+from programs import run_program
 
 import ckptstore
 from ckptstore.errors import CkptStoreError
@@ -21,28 +16,6 @@ from ckptstore.saver.arena import Arena
 
 ENGINES = ("thread", "process")
 _PATIENCE_S = 120.0
-
-
-def _in_a_fork(work: Callable[[], None]) -> int | None:
-    """Do something in a forked child; return its exit status, None if it never came to an end.
-
-    One that hangs prints where. (A timer of faulthandler would hang in a fork, too.)
-    """
-
-    def watched() -> None:
-        faulthandler.register(signal.SIGUSR1, file=2)
-        work()
-
-    child = multiprocessing.get_context("fork").Process(target=watched)
-    child.start()
-    child.join(_PATIENCE_S)
-    status = child.exitcode
-    if status is None and child.pid is not None:
-        os.kill(child.pid, signal.SIGUSR1)
-        child.join(5)
-    child.kill()
-    child.join()
-    return status
 
 
 def _state(seed: int = 0, elements: int = 1_000_000) -> dict[str, torch.Tensor]:
@@ -72,7 +45,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent(tmp_path: Path) -> None:
         holder.start()
         held.wait()
         try:
-            status = _in_a_fork(work)
+            status = in_a_fork(work)
         finally:
             go.set()
             holder.join()
@@ -88,7 +61,7 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
         pending = store.run("gpt").save_async(_state(), step=1)
         pending.result(_PATIENCE_S)
         store._saver._unheard.append((pending._save, CkptStoreError("of the parent")))
-        assert _in_a_fork(store.close) == 0
+        assert in_a_fork(store.close) == 0
         with pytest.raises(CkptStoreError, match="of the parent"):
             store.close()
 
@@ -97,30 +70,12 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("close", [False, True])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_keeps_its_own_memory(tmp_path: Path, engine: str, close: bool) -> None:
-    """What it allocates outlives the parent's saver in it, whose mappings end with a save."""
-    elements = 4_000_000
-    gc.collect()  # garbage of other tests, whose libraries may not be finalised in a fork
-    with ckptstore.open(tmp_path / "s", create=True, engine=engine) as store:
-        run = store.run("gpt")
-        run.save_async(_state(elements=elements), step=1).result(_PATIENCE_S)
+    """What it allocates outlives the parent's saver in it, whose mappings end with a save.
 
-        def work() -> None:
-            own = [np.ones(elements) for _ in range(4)]  # torch's threads do not live on in a fork
-            if close:
-                store.close()
-            else:
-                run.save_async({"w": np.ones(10)}, step=2).result(_PATIENCE_S)
-            gc.collect()  # the parent's saver is garbage here
-            others = [np.full(elements - 1000 * step, 7.0) for step in range(4)]
-            assert all(bool((one == 1).all()) for one in own)
-            assert all(bool((one == 7).all()) for one in others)
-            store.close()
-
-        assert _in_a_fork(work) == 0
-        run.save_async(_state(3), step=3).result(_PATIENCE_S)
-        assert run.versions()[-1].step == 3
+    In a program of its own: a fork here would finalise what other tests have left, and fail by it.
+    """
+    run_program("faultkit.forking", tmp_path / "s", engine, *["close"] * close)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -136,7 +91,7 @@ def test_an_arena_is_given_up_in_a_forked_child(shared: bool) -> None:
         arena.drop()
         assert not unpinned
 
-    assert _in_a_fork(work) == 0
+    assert in_a_fork(work) == 0
     assert bytes(arena.view[:4]) == b"mine"
     arena.drop()
     assert unpinned == [1]

@@ -169,7 +169,9 @@ def test_a_replica_that_is_down_is_tried_again(
     assert tiers.steps() == [1, 2]
 
 
-def test_closing_is_loud_and_does_not_wait_for_ever(tiers: Tiers) -> None:
+def test_closing_is_loud_and_does_not_wait_for_ever(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a replica that is down one last attempt; of one that hangs until the time is over."""
     tiers.fail.at = 1
     tiers.hot.run("gpt", write_back="cold").save(state_of(1), step=1)
@@ -179,10 +181,16 @@ def test_closing_is_loud_and_does_not_wait_for_ever(tiers: Tiers) -> None:
     tiers.held.clear()
     tiers.asked.clear()
     hot = tiers.open_hot()
-    hot.write_back("cold", close_timeout_s=0.1)
+    one = hot.write_back("cold", close_timeout_s=0.1)
     hot.run("gpt").save(state_of(2), step=2)
     assert tiers.asked.wait(_PATIENCE_S)
-    threading.Timer(0.5, tiers.held.set).start()
+    genuine = one.stop
+
+    def stop() -> None:
+        genuine()  # the time is over
+        tiers.held.set()
+
+    monkeypatch.setattr(one, "stop", stop)
     with pytest.raises(NotReplicatedError, match="not in replica 'cold' yet"):
         hot.close()
 

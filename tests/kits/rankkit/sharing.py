@@ -76,16 +76,18 @@ def load(me: Rank, url: str, options: dict[str, Any], refs: list[str]) -> list[A
     for ref in refs:
         store, meter = _metered(url, options)
         with store:
+            store.load(ref)  # of concurrent first ranges of an encrypted pack each reads its head
+            first = bytes_read(meter)
             alone = store.load(ref)
-            before = bytes_read(meter)
+            second = bytes_read(meter)
             state = store.load(ref, group=dist.group.WORLD)
-            together = bytes_read(meter) - before
+            together = bytes_read(meter) - second
             into = {name: torch.zeros_like(t) for name, t in alone.items() if name != "step"}
             report = store.load_into(ref, into, group=dist.group.WORLD, strict=False)
         problems = [*differences(state, alone)]
         problems += [n for n, t in into.items() if not torch.equal(t, alone[n])]
         problems += report.missing
-        found.append((before, together, problems))
+        found.append((second - first, together, problems))
     return found
 
 
