@@ -199,6 +199,8 @@ class Candidates:
     """Keys of all manifests that the catalog named before the listing, of deleted versions too."""
     back: frozenset[str]
     """Listed, though condemned and deleted before: a request that arrived late."""
+    absent: frozenset[str]
+    """Condemned before the listing, and not listed: a collection that died has deleted them."""
     settled: frozenset[str]
     """Deleted versions whose manifest was gone by the time of the listing: nothing is left to do,
     and in an old store that is nearly all of them."""
@@ -354,6 +356,7 @@ class _Collection:
             named=frozenset([*live, *(key for _, key in dead)]),
             settled=frozenset(version for version, key in dead if key not in objects),
             back=frozenset(key for key in catalog.gone(objects) if key not in catalog.condemned),
+            absent=frozenset(catalog.condemned.keys() - objects.keys()),
         )
 
     def _find_dead(self, catalog: Catalog) -> None:
@@ -490,7 +493,8 @@ class _Collection:
         now_s = storage_now(self.repo) if clock else self.found.now_s
         keys = self._due(catalog, now_s)
         for part in batches(keys, limits.KEYS_PER_OP_MAX):
-            deleted = self.tasks.map(_delete, part, count=limits.GC_TASK_DELETES)
+            left = [key for key in part if key not in self.found.absent]
+            deleted = self.tasks.map(_delete, left, count=limits.GC_TASK_DELETES)
             for done, _ in enumerate(deleted, len(self.swept) + 1):
                 self.progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
             self._append(partial(content_ops.swept, keys=part))

@@ -416,6 +416,36 @@ def test_a_sweep_that_died_is_finished_by_anyone(place: Place, store: Store) -> 
     assert place.stored() == place.needed() == needs(store, versions[2])
 
 
+def _with_dead_versions() -> Place:
+    place = new_place()
+    with place.open() as store:
+        versions = [store.run("gpt").save(parts_of(step), step=step) for step in range(12)]
+        delete(store, *(version.id for version in versions[:-1]))
+    return place
+
+
+@pytest.mark.parametrize("further", [4, 5, 8, 15])
+def test_collections_that_all_die_at_the_same_call_get_done(further: int) -> None:
+    """Each that gets some calls beyond the condemnation deletes what those before it have not."""
+    calls: list[str] = []
+    watch = Fault(when=When.CALLBACK, times=0, callback=lambda call, _: calls.append(call))
+    place = _with_dead_versions()
+    with place.open(FaultyBackend(place.backend, watch), workers=1) as whole:
+        whole.gc(grace_s=0)
+    place = _with_dead_versions()
+    left, condemned = [len(place.stored())], True
+    while condemned:
+        fault = Fault(at=calls.index("put_if_absent") + 1 + further, times=0)
+        dying = FaultyBackend(place.backend, fault)
+        with suppress(StorageError), place.open(dying, workers=1) as collector:
+            collector.gc(grace_s=0)
+        left.append(len(place.stored()))
+        with place.open() as seen:
+            condemned = bool(seen.repo.catalog.condemned)
+        assert left[-1] < left[-2] or not condemned
+    assert place.stored() == place.needed()
+
+
 def test_a_collection_can_fail_at_every_call(place: Place) -> None:
     """Wherever it ends, versions load; and the next collection finishes what was begun."""
     with place.open() as store:
