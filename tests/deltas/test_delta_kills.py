@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import random  # noqa: TID251 - seeded
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +17,12 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from deltakit import open_store, state_of
 from ckptstore.backends.registry import open_backend
+from faultkit.kill_driver import Tripwire
 store = open_store(open_backend(sys.argv[2]))
 run = store.run("gpt")
 versions = store.versions()
 step = versions[-1].step + 1 if versions else 0
-print("ready", flush=True)
+Tripwire(int(sys.argv[3]), after=False)
 while True:
     run.save(state_of(step), step=step)
     if step % 3 == 2:
@@ -34,30 +32,20 @@ while True:
 """
 
 
-def killed(folder: Path, chance: random.Random) -> None:
-    """Let a process save, prune and collect, and kill it at some moment."""
-    here = str(Path(__file__).parent)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, here, str(folder)], stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(chance.uniform(0.05, 3.0))  # when it is killed is drawn, not waited for
-        assert process.poll() is None, "it ended by itself"
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+def killed(folder: Path, at: int) -> None:
+    """Let a process save, prune and collect until it kills itself at a call on files."""
+    words = [str(Path(__file__).parent), str(folder), str(at)]
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *words], check=False, timeout=1200)
+    assert ended.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_savers_of_deltas_leave_versions_absent_or_whole(tmp_path: Path) -> None:
     """After each kill every version loads bit by bit, and verify finds nothing."""
-    chance, newest, deltas = random.Random(5), -1, 0
-    for _ in range(5):
-        killed(tmp_path / "store", chance)
+    newest, deltas = -1, 0
+    for at in (1200, 333, 40, 711, 1000):
+        killed(tmp_path / "store", at)
         with open_store(open_backend(tmp_path / "store")) as store:
             versions = store.versions()
             for version in versions:

@@ -6,7 +6,6 @@ import random  # noqa: TID251 - seeded
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,19 @@ import ckptstore
 
 TRAIN = """
 import sys, torch, ckptstore
-folder = sys.argv[1]
+from faultkit.kill_driver import Tripwire
+folder, saves, calls = sys.argv[1], *map(int, sys.argv[2:])
+heard = []
+def hear(event):
+    print(event.kind, event.step, flush=True)
+    heard.append(event.kind)
+    if event.kind == "durable" and heard.count("durable") == saves:
+        Tripwire(calls, after=False)
 hot = ckptstore.open(folder + "/hot")
 run = hot.run("gpt", write_back="cold")
 head = run.head
 step = head.step + 1 if head else 0
-hot.observe(lambda event: print(event.kind, event.step, flush=True))
+hot.observe(hear)
 print("begins", step, flush=True)
 while True:
     state = {"w": torch.full((40_000,), float(step)), "same": torch.arange(40_000.0)}
@@ -33,17 +39,6 @@ while True:
     step += 1
 """
 _PATIENCE_S = 120.0
-
-
-def _until(child: subprocess.Popen[str], count: int) -> list[str]:
-    """Return what a child has told, once it has told of some saves that are durable."""
-    told: list[str] = []
-    assert child.stdout is not None
-    for line in child.stdout:
-        told.append(line.strip())
-        if sum(one.startswith("durable") for one in told) >= count:
-            return told
-    raise AssertionError((told, child.stderr and child.stderr.read()))
 
 
 def _check(place: Path) -> dict[int, str]:
@@ -61,22 +56,18 @@ def _check(place: Path) -> dict[int, str]:
 
 
 def _campaign(folder: Path, *, rounds: int, seed: int) -> int:
-    """Kill again and again, then catch up; return how many versions there are."""
+    """Let trainings die at a call after some saves, then catch up; return how many versions are."""
     chance = random.Random(seed)
     with ckptstore.open(folder / "hot", create=True) as hot:
         hot.add_replica("cold", folder / "cold", create=True)
     durable: set[int] = set()
     for _ in range(rounds):
-        with subprocess.Popen(
-            [sys.executable, "-c", TRAIN, str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as child:
-            told = _until(child, chance.randint(1, 4))
-            time.sleep(chance.random() * 0.05)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
+        words = [str(folder), str(chance.randint(1, 4)), str(chance.randint(1, 120))]
+        child = subprocess.run(
+            [sys.executable, "-c", TRAIN, *words], capture_output=True, text=True, check=False
+        )
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        told = child.stdout.splitlines()
         durable.update(int(line.split()[1]) for line in told if line.startswith("durable"))
         there = _check(folder / "cold")
         here = _check(folder / "hot")

@@ -17,6 +17,8 @@ from multiprocessing.reduction import DupFd
 from types import TracebackType
 from typing import Any, Self
 
+from cirules import slowness
+
 __all__ = ["Program", "forkserver", "run_program"]
 
 _PRELOADED = (
@@ -134,7 +136,7 @@ def run_program(module: str, *words: object, given: str = "", timeout_s: float =
     given
         Text on its standard input.
     timeout_s
-        Seconds after which it is killed.
+        Seconds after which it is killed; more on a slow machine.
     """
     with (
         tempfile.TemporaryFile() as stdin,
@@ -144,7 +146,7 @@ def run_program(module: str, *words: object, given: str = "", timeout_s: float =
         stdin.write(given.encode())
         stdin.seek(0)
         with Program(module, *words, stdin=stdin, stdout=stdout, stderr=stderr) as program:
-            code = program.wait(timeout_s)
+            code = program.wait(timeout_s * slowness())
         stdout.seek(0)
         stderr.seek(0)
         assert code == 0, f"{module} exits with {code}: {stderr.read().decode()[-3000:]}"

@@ -1,4 +1,4 @@
-"""Collections beside savers and forks in processes, killed at random, on S3 and CephFS of Ceph."""
+"""Collections beside savers and forks in processes, killed at calls, on S3 and CephFS of Ceph."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from labkit.campaign import rounds
 from labkit.systems import Ceph
 from programs import run_program
 
-SECONDS = 40
-SECONDS_LONG = 300
+KILLS = 40
+KILLS_LONG = 400
 NEEDED = ["saved", "collected", "kills", "objects swept"]
 """What a campaign must have seen to have shown anything: a slow machine goes on until it has."""
 
 
 def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as faultkit.gc_driver.Plan takes them
     """Return what a campaign of tests/faults found."""
-    seconds = rounds(SECONDS, SECONDS_LONG)
-    printed = run_program(
-        "faultkit.gc_driver",
-        given=json.dumps(
-            {"seconds": seconds, "seed": 3, "kill_every_s": 4.0, "needed": NEEDED, **plan}
-        ),
-        timeout_s=seconds + 900,
-    )
+    whole = {"kills": rounds(KILLS, KILLS_LONG), "seed": 3, "needed": NEEDED, **plan}
+    printed = run_program("faultkit.gc_driver", given=json.dumps(whole), timeout_s=1500)
     found: dict[str, Any] = json.loads(printed)
     print(found)  # noqa: T201 - the figures of the campaign
     return found

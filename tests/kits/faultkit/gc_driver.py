@@ -1,8 +1,9 @@
-"""Kills savers, a forker and collectors of one store at random moments, and checks the store.
+"""Lets savers, a forker and collectors of one store die at drawn calls, and checks the store.
 
 Run as ``python -m faultkit.gc_driver`` with a JSON object of :class:`Plan` on stdin; prints its
 results as JSON. torch is imported once; all others are forks of this process, which never opens a
-store. Collectors have no grace at all, and one of them no minimum age of orphans either.
+store. Each life of a client ends by SIGKILL at the n-th of its calls on files and on the storage,
+with a drawn n. Collectors have no grace at all, and one of them no minimum age of orphans either.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,15 @@ import ckptstore.maintenance.replicas.fork
 import ckptstore.maintenance.retention.remove
 import ckptstore.states.lazy
 import ckptstore.states.save
+from ckptstore.backends.registry import open_backend
+from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError, IntegrityError, NotFoundError
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.model import Version
+from ckptstore.repo import open_on
 from ckptstore.store import Store
-from faultkit.kill_driver import finish, fork
+from ckptstore.testing.faulty import Fault, FaultyBackend, When
+from faultkit.kill_driver import Tell, Tripwire, finish, fork
 
 __all__ = ["Plan", "main"]
 
@@ -43,24 +47,24 @@ KEPT = 12
 """Versions that a saver keeps of its run."""
 LOADS_MAX = 50
 """A reader may be overtaken by repacks without grace so often before it is taken for a loss."""
-
-Tell = Callable[[str], None]
+_LIFE_LOG2 = 13.0
+"""Binary logarithm of the most calls of a life: enough for many saves, or a few collections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Duration, counts and places of a campaign."""
+    """Counts and places of a campaign."""
 
     urls: list[str]
     """Of one store: each client takes one of them in turn."""
     options: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 20.0
+    kills: int = 100
+    """Deaths after which it ends."""
     seed: int = 0
     savers: int = 6
     collectors: int = 2
-    kill_every_s: float = 0.4
     needed: list[str] = field(default_factory=list)
-    """Figures that must not be 0: a slow machine goes on, up to ten times as long."""
+    """Figures that must not be 0: it goes on until none is."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -116,11 +120,11 @@ class Child:
         self.rest = b""
         self.pid, self.reading = fork(self.work)
 
-    def hear(self) -> list[str]:
-        """Return the lines printed since the last call; an incomplete line comes later."""
+    def hear(self) -> list[str] | None:
+        """Return the lines printed since the last call, the rest of one later; None at the end."""
         data = os.read(self.reading, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        return [line.decode() for line in lines]
+        return [line.decode() for line in lines] if data else None
 
     def kill(self) -> list[str]:
         """Kill the process; return the lines that it had printed."""
@@ -138,10 +142,17 @@ class Child:
         return os.waitstatus_to_exitcode(status)
 
     def work(self, tell: Tell) -> None:
-        """Run the client of this name until killed."""
-        chance = random.Random(f"{self.plan.seed} {self.name} {self.life}")
+        """Run the client of this name until it dies at a call."""
+        chance = random.Random(f"{self.plan.seed} {self.number} {self.life}")
         url = self.plan.urls[self.number % len(self.plan.urls)]
-        with ckptstore.open(url, workers=1, **self.plan.options) as store:
+        wire = Tripwire(int(2 ** chance.uniform(0, _LIFE_LOG2)), after=False)
+
+        def tick(_call: str, _key: str) -> None:
+            wire.count()
+
+        each = Fault(times=0, when=When.CALLBACK, callback=tick)
+        backend = FaultyBackend(open_backend(url, **self.plan.options), each)
+        with Store(open_on(backend, options=Options(workers=1))) as store:
             turn = 0
             while True:
                 step = 1_000_000 * self.number + 10_000 * self.life + turn
@@ -195,7 +206,9 @@ class Child:
         )
         swept = sum(tally.count for tally in report.swept.values())
         tell(f"collected {swept} {report.repacked.versions_count}")
-        time.sleep(0.1 * chance.random())  # the savers need a turn between two collections
+        done = store.repo.catalog.number
+        while store.repo.refresh().number == done:  # the savers have a turn
+            time.sleep(0.005)
 
 
 def check(plan: Plan, tell: Tell) -> None:
@@ -265,32 +278,24 @@ class Campaign:
         self.problems += finish(*fork(lambda tell: create(self.plan, tell)))
         for child in self.children:
             child.begin()
-        began = due = time.monotonic()
-        while self.goes_on((now := time.monotonic()) - began):
-            if now >= due:
-                due = now + 2 * self.plan.kill_every_s * self.chance.random()
-                child = self.chance.choice(self.children)
-                self.take(child.kill())
-                child.begin()
-                self.figures["kills"] += 1
+        while not self.problems and (
+            self.figures["kills"] < self.plan.kills
+            or not all(self.figures[name] for name in self.plan.needed)
+        ):
             by_pipe = {child.reading: child for child in self.children}
-            ready, _, _ = select.select(list(by_pipe), [], [], max(0.0, due - now))
-            for pipe in ready:
+            for pipe in select.select(list(by_pipe), [], [])[0]:
                 child = by_pipe[pipe]
                 lines = child.hear()
-                self.take(lines)
-                if not lines and not child.rest:
-                    self.problems.append(f"a {child.name} ended by itself: {child.ended()}")
+                self.take(lines or [])
+                if lines is None and (code := child.ended()) != -signal.SIGKILL:
+                    self.problems.append(f"a {child.name} ended by itself: {code}")
+                elif lines is None:
+                    self.figures["kills"] += 1
+                    child.begin()
         for child in self.children:
             if child.pid != -1:
                 self.take(child.kill())
         return self.found()
-
-    def goes_on(self, seconds: float) -> bool:
-        """Return whether there is more to do after so many seconds."""
-        plan = self.plan
-        missing = not all(self.figures[name] for name in plan.needed)
-        return not self.problems and seconds < plan.seconds * (10 if missing else 1)
 
     def found(self) -> dict[str, Any]:
         """Check the store once all clients are dead."""

@@ -3,8 +3,8 @@
 Run as ``python -m faultkit.kill_driver FOLDER ROUNDS SEED ELEMENTS``; prints figures as JSON.
 torch is imported once; savers and checkers are forks of this process, which never opens a store.
 
-Half of the kills come after a random part of a save's usual time. The others come right before or
-right after a random one of its system calls on files: open, write, fsync, link, mkdir, unlink.
+Each kill comes right before or right after a random one of a save's system calls on files: open,
+write, fsync, link, mkdir, unlink. So what is hit depends on the seed, and not on the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -39,9 +38,10 @@ __all__ = ["main"]
 
 ROUNDS_PER_STORE = 20
 """Every round loads every version, so that a store must not grow for ever."""
-PATIENCE_S = 120.0
+PATIENCE_S = 1200.0
 CALLS = ("open", "write", "writev", "fsync", "link", "mkdir", "unlink", "close")
 CHUNK_BYTES = 1 << 18
+Tell = Callable[[str], None]
 
 
 def open_folder(folder: Path, *, create: bool = False) -> Store:
@@ -66,13 +66,18 @@ class Tripwire:
         for name in CALLS:
             setattr(os, name, self._wrapped(getattr(os, name)))
 
+    def count(self) -> bool:
+        """Count a call; return whether it is the one."""
+        with self._lock:
+            self.seen += 1
+            hit = self.seen == self._at
+        if hit and not self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hit
+
     def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **words: Any) -> Any:  # noqa: ANN401
-            with self._lock:
-                self.seen += 1
-                hit = self.seen == self._at
-            if hit and not self._after:
-                os.kill(os.getpid(), signal.SIGKILL)
+            hit = self.count()
             result = real(*args, **words)
             if hit:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +86,7 @@ class Tripwire:
         return call
 
 
-def fork(action: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
+def fork(action: Callable[[Tell], None]) -> tuple[int, int]:
     """Run `action` in a child that can send lines; return its pid and the pipe to read."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -108,7 +113,36 @@ def finish(pid: int, reading: int) -> list[str]:
     return told if ready else [*told, json.dumps({"error": "it hung"})]
 
 
-def save(folder: Path, seed: int, elements: int, tell: Callable[[str], None]) -> None:
+def killed(chance: random.Random, calls: int, action: Callable[[Tell], None]) -> list[str]:
+    """Kill a child at one of so many calls after it said "begins"; return the lines that it sent.
+
+    The last calls may come only in a longer child: this one may end by itself.
+    """
+    at, after = chance.randint(1, calls + 4), chance.random() < 0.5
+
+    def armed(tell: Tell) -> None:
+        def arm(line: str) -> None:
+            if line == "begins":
+                Tripwire(at, after=after)
+            tell(line)
+
+        action(arm)
+
+    return finish(*fork(armed))
+
+
+def counted(action: Callable[[Tell], None]) -> int:
+    """Return the number of calls of a child like those that are killed."""
+
+    def work(tell: Tell) -> None:
+        wires: list[Tripwire] = []
+        action(lambda _line: None if wires else wires.append(Tripwire(0, after=False)))
+        tell(str(wires[0].seen))
+
+    return int(finish(*fork(work))[-1])
+
+
+def save(folder: Path, seed: int, elements: int, tell: Tell) -> None:
     """Save one version; send a line at the beginning, and its id at the end."""
     with open_folder(folder) as store:
         state = state_of(seed, elements=elements)
@@ -116,7 +150,7 @@ def save(folder: Path, seed: int, elements: int, tell: Callable[[str], None]) ->
         tell(store.run("gpt").save(state, step=seed, metrics={"loss": 1 / (1 + seed)}).id)
 
 
-def check(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
+def check(folder: Path, elements: int, tell: Tell) -> None:
     """Load every version and verify the store; send versions, commits and problems."""
     with open_folder(folder) as store:
         versions = store.versions()
@@ -128,25 +162,11 @@ def check(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
     tell(json.dumps({"ids": ids, "commits": [v.commit for v in versions], "problems": problems}))
 
 
-def create(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
+def create(folder: Path, elements: int, tell: Tell) -> None:
     """Create a store with one version."""
     with open_folder(folder, create=True) as store:
         run = store.run("gpt", metrics={"loss": "min"})
         tell(run.save(state_of(0, elements=elements), step=0).id)
-
-
-def measure(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
-    """Save once, in a process like those that are killed; send its duration and calls."""
-    marks: list[float] = []
-    wires: list[Tripwire] = []
-
-    def mark(line: str) -> None:
-        if line == "begins":
-            wires.append(Tripwire(0, after=False))
-        marks.append(time.perf_counter())
-
-    save(folder, 1, elements, mark)
-    tell(json.dumps({"seconds": marks[1] - marks[0], "calls": wires[0].seen}))
 
 
 class Campaign:
@@ -158,7 +178,7 @@ class Campaign:
         self.chance = random.Random(seed)
         self.figures: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.measured: dict[str, Any] = {}
+        self.calls = 0
         self.ids: list[str] = []
         self.next_seed = 0
 
@@ -167,8 +187,7 @@ class Campaign:
         shutil.rmtree(self.folder, ignore_errors=True)
         store = self.folder / f"store-{number}"
         finish(*fork(lambda tell: create(store, self.elements, tell)))
-        told = finish(*fork(lambda tell: measure(store, self.elements, tell)))
-        self.measured = json.loads(told[-1])
+        self.calls = counted(lambda tell: save(store, 1, self.elements, tell))
         self.ids, self.next_seed = self.checked(store), 2
         return store
 
@@ -188,37 +207,11 @@ class Campaign:
         self.next_seed += 1
         state_of(seed, elements=elements)  # built here once, not in each child
         before = names(store)
-        if self.chance.random() < 0.5:
-            told = self.killed_by_time(store, seed)
-        else:
-            told = self.killed_at_call(store, seed)
+        told = killed(self.chance, self.calls, lambda tell: save(store, seed, elements, tell))
         acknowledged = told[1:2]
         found = self.checked(store)
         self.compare(store, before, found, acknowledged)
         self.ids = found
-
-    def killed_by_time(self, store: Path, seed: int) -> list[str]:
-        """Kill a save after a random time; return the lines that it sent."""
-        pid, reading = fork(lambda tell: save(store, seed, self.elements, tell))
-        head = os.read(reading, len("begins\n"))
-        time.sleep(self.chance.random() * 1.1 * self.measured["seconds"])
-        os.kill(pid, signal.SIGKILL)
-        return [head.decode().strip(), *finish(pid, reading)]
-
-    def killed_at_call(self, store: Path, seed: int) -> list[str]:
-        """Kill a save at one of its calls on files; return the lines that it sent."""
-        at = self.chance.randint(1, self.measured["calls"] + 4)
-        after = self.chance.random() < 0.5
-
-        def action(tell: Callable[[str], None]) -> None:
-            def armed(line: str) -> None:
-                if line == "begins":
-                    Tripwire(at, after=after)
-                tell(line)
-
-            save(store, seed, self.elements, armed)
-
-        return finish(*fork(action))
 
     def compare(
         self, store: Path, before: set[str], found: list[str], acknowledged: list[str]
@@ -260,7 +253,7 @@ class Campaign:
         finish(*fork(lambda tell: save(store, self.next_seed, self.elements, tell)))
         if len(self.checked(store)) != count + 1:
             self.problems.append("the save after the last kill left no version")
-        return {"figures": self.figures, "problems": self.problems, **self.measured}
+        return {"figures": self.figures, "problems": self.problems, "calls": self.calls}
 
 
 def names(store: Path) -> set[str]:

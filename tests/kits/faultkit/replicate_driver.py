@@ -14,11 +14,8 @@ import json
 import os
 import random  # noqa: TID251 - seeded
 import shutil
-import signal
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,11 @@ import ckptstore
 import ckptstore.states.lazy
 import ckptstore.states.save
 from ckptstore.cli.main import main as cli
-from faultkit.kill_driver import Tripwire, finish, fork, names
+from faultkit.kill_driver import Tell, counted, finish, fork, killed, names
 from faultkit.states import differences, state_of
 
 __all__ = ["main"]
 
-Tell = Callable[[str], None]
 JOB = """
 [source]
 url = "{folder}/hot"
@@ -84,20 +80,6 @@ def work(folder: Path, command: str, tell: Tell) -> None:
     tell(json.dumps(code))
 
 
-def measure(folder: Path, command: str, tell: Tell) -> None:
-    """Run the job in a process like those that are killed; send its duration and calls."""
-    marks: list[float] = []
-    wires: list[Tripwire] = []
-
-    def mark(line: str) -> None:
-        if line == "begins":
-            wires.append(Tripwire(0, after=False))
-        marks.append(time.perf_counter())
-
-    work(folder, command, mark)
-    tell(json.dumps({"seconds": marks[1] - marks[0], "calls": wires[0].seen}))
-
-
 def check(folder: Path, versions: list[list[Any]], elements: int, tell: Tell) -> None:
     """Load every version that either store shows; send the defects, and the contents."""
     problems: list[str] = []
@@ -136,7 +118,7 @@ class Campaign:
         self.figures: Counter[str] = Counter()
         self.problems: list[str] = []
         self.versions: list[list[Any]] = []
-        self.measured: dict[str, Any] = {}
+        self.calls = 0
         self.now: dict[str, int] = {}
 
     def begin(self) -> Path:
@@ -148,9 +130,7 @@ class Campaign:
         told = finish(*fork(lambda tell: train(first, self.elements, tell)))
         self.versions = json.loads(told[-1])
         trial = self.renew(first, "trial", makes_target=0)
-        self.measured = json.loads(
-            finish(*fork(lambda tell: measure(trial, self.command, tell)))[-1]
-        )
+        self.calls = counted(lambda tell: work(trial, self.command, tell))
         return first
 
     def renew(self, first: Path, name: str, *, makes_target: float = _MAKES_TARGET) -> Path:
@@ -167,7 +147,7 @@ class Campaign:
     def round(self, folder: Path) -> bool:
         """Kill one job and check the stores; return whether nothing was left to do."""
         before = names(folder)
-        told = self.killed(folder)
+        told = killed(self.chance, self.calls, lambda tell: work(folder, self.command, tell))
         found = self.checked(folder)
         fresh = (name for name in names(folder) - before if ".tmp-" not in name)
         kinds = {name.split("/")[1] for name in fresh if "/" in name}
@@ -187,27 +167,6 @@ class Campaign:
             self.figures["killed before anything travelled"] += 1
         self.now = found
         return ended
-
-    def killed(self, folder: Path) -> list[str]:
-        """Run a job that is killed at some time or call; return the lines that it sent."""
-        if self.chance.random() < 0.5:
-            pid, reading = fork(lambda tell: work(folder, self.command, tell))
-            head = os.read(reading, len("begins\n"))
-            time.sleep(self.chance.random() * self.measured["seconds"])
-            os.kill(pid, signal.SIGKILL)
-            return [head.decode().strip(), *finish(pid, reading)]
-        at = self.chance.randint(1, self.measured["calls"])
-        after = self.chance.random() < 0.5
-
-        def action(tell: Tell) -> None:
-            def armed(line: str) -> None:
-                if line == "begins":
-                    Tripwire(at, after=after)
-                tell(line)
-
-            work(folder, self.command, armed)
-
-        return finish(*fork(action))
 
     def checked(self, folder: Path) -> dict[str, int]:
         """Check both stores in a process of its own; return how many versions are whole."""
@@ -231,7 +190,7 @@ class Campaign:
             told[1:] != ["0"] or self.checked(folder).get("cold") != len(self.versions)
         ):
             self.problems.append(f"the job after the last kill left something undone: {told}")
-        return {"figures": self.figures, "problems": self.problems, **self.measured}
+        return {"figures": self.figures, "problems": self.problems, "calls": self.calls}
 
 
 def main() -> None:
