@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from ckptstore import repo
+from ckptstore.backends import probe as probing
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import PosixBackend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.maintenance.repair import fix_superblock
-from ckptstore.repo import Finding, probe_backend
+from ckptstore.events import ProgressCallback, silent
 
 __all__ = ["forget", "remember"]
 
-_known: dict[object, Finding] = {}
-_asked: list[Any] = [
-    repo.create_on,
-    repo.open_on,
-    repo.Repo.__init__,
-    fix_superblock.mend_superblock,
-]
+_genuine = probing.probe
+_known: dict[object, probing.ProbeReport] = {}
 
 
 def _place(backend: Backend) -> object:
@@ -45,22 +38,22 @@ def _place(backend: Backend) -> object:
     return folder.stat().st_dev, os.geteuid()
 
 
-def _remembered(backend: Backend, environment: Environment) -> Finding:
-    place = _place(backend) if environment is SYSTEM else None
+def _remembered(
+    backend: Backend, *, environment: Environment = SYSTEM, progress: ProgressCallback = silent
+) -> probing.ProbeReport:
+    place = _place(backend) if environment is SYSTEM and progress is silent else None
     if place is None:
-        return probe_backend(backend, environment)
+        return _genuine(backend, environment=environment, progress=progress)
     if place not in _known:
-        _known[place] = probe_backend(backend, environment)
+        _known[place] = _genuine(backend)
     return _known[place]
 
 
 def remember() -> None:
     """Let stores be opened by what is remembered."""
-    for function in _asked:
-        function.__kwdefaults__["prober"] = _remembered
+    probing.probe = _remembered
 
 
 def forget() -> None:
     """Let each store be probed."""
-    for function in _asked:
-        function.__kwdefaults__["prober"] = probe_backend
+    probing.probe = _genuine

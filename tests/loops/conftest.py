@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ports import LOOPBACK, free_port
+from cirules import slowness
+from ports import LOOPBACK
+from torch.distributed import TCPStore
 
 import ckptstore
 from ckptstore.store import Store
@@ -53,13 +55,17 @@ def _nothing_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks(tmp_path: Path) -> Callable[..., list[int]]:
     """Return a function that runs a program of this folder on ranks; gives their exit codes.
 
-    Each gets the folder of the test and further arguments, and the environment that torchrun gives.
+    Each gets the folder of the test and further arguments, and the environment that torchrun gives:
+    the test listens where they meet, at a port that the kernel chooses.
     """
 
     def run(program: str, count: int, *more: str, python: str = sys.executable) -> list[int]:
+        meeting = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         around = {
             "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(count),
         }
         command = [python, str(Path(__file__).with_name(program)), str(tmp_path), *more]
@@ -71,7 +77,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[int]]:
             for rank in map(str, range(count))
         ]
         try:
-            return [each.wait(300) for each in started]
+            return [each.wait(300 * slowness()) for each in started]
         finally:
             for each in started:
                 each.kill()
