@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from deltakit import open_store, state_of
 from ckptstore.backends.registry import open_backend
-from faultkit.kill_driver import Tripwire
+from faultkit.tripwire import Tripwire
 store = open_store(open_backend(sys.argv[2]))
 run = store.run("gpt")
 versions = store.versions()

@@ -16,7 +16,7 @@ import ckptstore
 
 TRAIN = """
 import sys, torch, ckptstore
-from faultkit.kill_driver import Tripwire
+from faultkit.tripwire import Tripwire
 folder, saves, calls = sys.argv[1], *map(int, sys.argv[2:])
 heard = []
 def hear(event):

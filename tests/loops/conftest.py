@@ -12,7 +12,7 @@ import pytest
 import torch
 from cirules import slowness
 from ports import LOOPBACK
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 import ckptstore
 from ckptstore.store import Store

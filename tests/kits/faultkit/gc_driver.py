@@ -35,7 +35,8 @@ from ckptstore.model import Version
 from ckptstore.repo import open_on
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
-from faultkit.kill_driver import Tell, Tripwire, finish, fork
+from faultkit.kill_driver import Tell, finish, fork
+from faultkit.tripwire import Tripwire
 
 __all__ = ["Plan", "main"]
 

@@ -16,7 +16,6 @@ import select
 import shutil
 import signal
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -33,13 +32,13 @@ from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 from faultkit.states import differences, state_of
 from faultkit.stores import trusting
+from faultkit.tripwire import Tripwire
 
 __all__ = ["main"]
 
 ROUNDS_PER_STORE = 20
 """Every round loads every version, so that a store must not grow for ever."""
 PATIENCE_S = 1200.0
-CALLS = ("open", "write", "writev", "fsync", "link", "mkdir", "unlink", "close")
 CHUNK_BYTES = 1 << 18
 Tell = Callable[[str], None]
 
@@ -53,37 +52,6 @@ def open_folder(folder: Path, *, create: bool = False) -> Store:
     else:
         repo = open_on(open_backend(folder), prober=trusting, options=options)
     return Store(repo)
-
-
-class Tripwire:
-    """Counts the calls on files of this process, and kills it at one of them."""
-
-    def __init__(self, at: int, *, after: bool) -> None:
-        self.seen = 0
-        self._at = at
-        self._after = after
-        self._lock = threading.Lock()
-        for name in CALLS:
-            setattr(os, name, self._wrapped(getattr(os, name)))
-
-    def count(self) -> bool:
-        """Count a call; return whether it is the one."""
-        with self._lock:
-            self.seen += 1
-            hit = self.seen == self._at
-        if hit and not self._after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return hit
-
-    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **words: Any) -> Any:  # noqa: ANN401
-            hit = self.count()
-            result = real(*args, **words)
-            if hit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
 
 
 def fork(action: Callable[[Tell], None]) -> tuple[int, int]:

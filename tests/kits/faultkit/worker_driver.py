@@ -2,10 +2,10 @@
 
 Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM ENGINE`` with ``worker`` or
 ``coordinator``, and ``dask`` or ``pool``; prints figures as JSON. Each round takes a copy of a
-store, begins one of the operations over two worker processes, and sends SIGKILL at a random moment
-of the time that it usually takes. If a worker of Dask was killed the operation must end as if
-nothing had happened; if one of a pool was, by a typed error, and another pool must finish it; if
-the coordinator was, the next one must finish it, over the same cluster. In any case every visible
+store, begins one of the operations over two worker processes, and lets a worker or the coordinator
+kill itself at a drawn one of its calls on files. If a worker of Dask was killed the operation must
+end as if nothing had happened; if one of a pool was, by a typed error, and another pool must finish
+it; if the coordinator was, the next one must finish it, over the same cluster. Always every visible
 version loads bit by bit, and a last collection leaves exactly the needed objects.
 """
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random  # noqa: TID251 - seeded
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from ckptstore import limits
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import WorkerDiedError
 from ckptstore.store import Store
+from faultkit.tripwire import Fuse, Tripwire
 
 __all__ = ["OPERATIONS", "main"]
 
@@ -41,6 +42,10 @@ _CHUNK_BYTES = 1 << 16
 _VERSIONS = 16
 _WORKERS = 2
 _PATIENCE_S = 600.0
+_FUSE: Final = "CKPTSTORE_TESTS_FUSE"
+"""Variable that names the file of the workers' :class:`faultkit.tripwire.Fuse`."""
+_CALLS_LOG2 = 8.0
+"""Binary logarithm of the most calls of a worker before it dies."""
 _SMALL: Final = {
     "GC_LIST_TOGETHER": 5,
     "GC_TASK_MANIFESTS": 3,
@@ -151,8 +156,9 @@ class Cluster:
 
     def _worker(self) -> subprocess.Popen[bytes]:
         told = ["--scheduler-file", str(self.file), "--nthreads", "1", "--memory-limit", "0"]
-        here = ["--host", "127.0.0.1", "--no-nanny", "--no-dashboard", "--death-timeout", "60"]
-        return self._begin("worker", *told, *here, "--local-directory", str(self.folder))
+        here = ["--host", "127.0.0.1", "--no-nanny", "--no-dashboard", "--death-timeout", "600"]
+        more = ["--local-directory", str(self.folder), "--preload", "faultkit.worker_driver"]
+        return self._begin("worker", *told, *here, *more)
 
     @property
     def executor(self) -> str:
@@ -161,15 +167,16 @@ class Cluster:
         return address.replace("tcp://", "dask://")
 
     def wait(self) -> None:
-        """Return when all workers have registered."""
+        """Start others for workers that died; return when all have registered."""
+        self.mend()
         self.client.wait_for_workers(_WORKERS, timeout=_PATIENCE_S)
 
-    def kill(self, number: int) -> bool:
-        """Kill a worker, and start another one; return whether there was one to kill."""
-        self.workers[number].kill()
-        self.workers[number].wait()
-        self.workers[number] = self._worker()
-        return True
+    def mend(self) -> bool:
+        """Start others for workers that died; return whether there were any."""
+        dead = [number for number, one in enumerate(self.workers) if one.poll() is not None]
+        for number in dead:
+            self.workers[number] = self._worker()
+        return bool(dead)
 
     def close(self) -> None:
         """Stop everything."""
@@ -185,7 +192,12 @@ class Pool:
     recovers = False
 
     def __init__(self) -> None:
-        self.executor = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
+        self.executor = self._new()
+
+    @staticmethod
+    def _new() -> ProcessPoolExecutor:
+        spawn, fuse = get_context("spawn"), os.environ[_FUSE]
+        return ProcessPoolExecutor(_WORKERS, spawn, initializer=Fuse, initargs=(fuse,))
 
     def wait(self) -> None:
         """Start the workers; take another executor if this one is broken."""
@@ -193,20 +205,21 @@ class Pool:
             list(self.executor.map(number_of, range(_WORKERS)))
         except BrokenExecutor:
             self.close()
-            self.executor = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
+            self.executor = self._new()
             self.wait()
 
-    def kill(self, number: int) -> bool:
-        """Kill a worker; return whether there was one to kill."""
-        workers = list(self.executor._processes.values())  # its tasks are not to be disturbed
-        if not workers:
-            return False
-        workers[number % len(workers)].kill()
-        return True
+    def mend(self) -> bool:
+        """Return whether a worker has died."""
+        return bool(self.executor._broken)
 
     def close(self) -> None:
         """Stop everything."""
         self.executor.shutdown()
+
+
+def dask_setup(_worker: object) -> None:
+    """Arm a worker of Dask, which loads this module before it works."""
+    Fuse(os.environ[_FUSE])
 
 
 def _objects(store: Path) -> set[str]:
@@ -221,7 +234,8 @@ class Campaign:
     victim: str
     chance: random.Random
     cluster: Cluster | Pool
-    usual_s: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    """Of the coordinator of each operation, undisturbed."""
     figures: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -233,41 +247,27 @@ class Campaign:
         return place
 
     def measure(self, operation: str) -> None:
-        """Measure the duration of an undisturbed operation; the last call counts."""
+        """Count the calls of the coordinator of an undisturbed operation."""
         place = self.fresh()
-        began = time.monotonic()
-        if self.victim == "worker":
-            said = operate(operation, place, self.cluster.executor)
-        else:
-            with self._child(operation, place) as child:
-                began = self._begins(child) or began
-                said = "" if child.wait(_PATIENCE_S) == 0 else "it failed"
-        self.usual_s[operation] = time.monotonic() - began
-        self.problems += [said] * bool(said) + check(place)
+        with self._child(operation, place, 0) as child:
+            told, _ = child.communicate(timeout=_PATIENCE_S)
+        self.calls[operation] = int(told)
+        self.problems += check(place)
 
     def round(self, operation: str) -> None:
         """Disturb an operation once, and check the outcome."""
         place = self.fresh()
         self.cluster.wait()
-        delay = self.usual_s[operation] * self.chance.random()
         if self.victim == "worker":
-            self._kill_worker(operation, place, self.chance.randrange(_WORKERS), delay)
+            self._kill_worker(operation, place)
         else:
-            self._kill_coordinator(operation, place, delay)
+            self._kill_coordinator(operation, place)
         self.figures["rounds"] += 1
         self.problems += [f"{operation}: {problem}" for problem in check(place)]
 
-    def _kill_worker(self, operation: str, place: Path, number: int, delay: float) -> None:
-        ended = threading.Event()
-
-        def kill() -> None:
-            in_time = not ended.wait(delay)
-            killed = self.cluster.kill(number)
-            moment = ("at work" if killed else "before a worker") if in_time else "after the end"
-            self.figures[f"{operation}: {moment}"] += 1
-
-        killer = threading.Thread(target=kill)
-        killer.start()
+    def _kill_worker(self, operation: str, place: Path) -> None:
+        fuse = Path(os.environ[_FUSE])
+        fuse.write_text(str(int(2 ** self.chance.uniform(0, _CALLS_LOG2))))
         try:
             try:
                 said = operate(operation, place, self.cluster.executor)
@@ -275,23 +275,22 @@ class Campaign:
                 if self.cluster.recovers:
                     raise
                 self.figures["another pool had to finish it"] += 1
+                self.figures[f"{operation}: at work"] += 1
                 self.cluster.wait()
                 said = operate(operation, place, self.cluster.executor)
             self.problems += [said] * bool(said)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
             self.problems.append(f"{operation}: {type(error).__name__}: {error}")
         finally:
-            ended.set()
-            killer.join()
+            for file in fuse.parent.glob(f"{fuse.name}*"):
+                file.unlink()
+        self.figures[f"{operation}: at work"] += self.cluster.mend()
 
-    def _kill_coordinator(self, operation: str, place: Path, delay: float) -> None:
-        with self._child(operation, place) as child:
-            self._begins(child)
-            try:
-                status = child.wait(delay)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                status = child.wait()
+    def _kill_coordinator(self, operation: str, place: Path) -> None:
+        at = self.chance.randint(1, self.calls[operation])
+        with self._child(operation, place, at) as child:
+            child.communicate(timeout=_PATIENCE_S)
+            status = child.returncode
         self.figures[f"{operation}: {'at work' if status < 0 else 'after the end'}"] += 1
         self.figures["killed after it had written"] += status < 0 and self._changed(place)
         if status > 0:
@@ -306,17 +305,11 @@ class Campaign:
         before, now = (_objects(one) for one in (template, place / "first"))
         return before != now or bool(_objects(place / "second"))
 
-    def _child(self, operation: str, place: Path) -> subprocess.Popen[bytes]:
-        command = ["operate", operation, str(place), str(self.cluster.executor)]
+    def _child(self, operation: str, place: Path, at: int) -> subprocess.Popen[bytes]:
+        command = ["operate", operation, str(place), str(self.cluster.executor), str(at)]
         return subprocess.Popen(
             [sys.executable, "-m", "faultkit.worker_driver", *command], stdout=subprocess.PIPE
         )
-
-    @staticmethod
-    def _begins(child: subprocess.Popen[bytes]) -> float:
-        assert child.stdout is not None
-        child.stdout.readline()
-        return time.monotonic()
 
 
 def seen(place: Path) -> list[str]:
@@ -336,23 +329,24 @@ def seen(place: Path) -> list[str]:
 def main() -> None:
     """Run a campaign, or one operation."""
     if sys.argv[1] == "operate":
-        operation, place, executor = sys.argv[2:]
-        importlib.import_module("distributed")  # slow to import, and then not measured
-        print("begins", flush=True)  # noqa: T201 - for the one who kills
+        operation, place, executor, at = sys.argv[2:]
+        importlib.import_module("distributed")  # its calls are not the operation's
+        wire = Tripwire(int(at), after=False)
         said = operate(operation, Path(place), executor)
+        print(wire.seen)  # noqa: T201 - what the campaign reads
         sys.exit(said or 0)
     folder, rounds, seed = Path(sys.argv[1]), *map(int, sys.argv[2:4])
     victim, engine = sys.argv[4:]
     folder.mkdir(exist_ok=True)
     make(folder / "template")
+    os.environ[_FUSE] = str(folder / "fuse")
     cluster = Cluster(folder) if engine == "dask" else Pool()
     try:
         campaign = Campaign(
             folder=folder, victim=victim, chance=random.Random(seed), cluster=cluster
         )
-        for operation in OPERATIONS:
-            for _ in range(2 if rounds > len(OPERATIONS) else 1):  # the first includes imports
-                campaign.measure(operation)
+        for operation in OPERATIONS if victim == "coordinator" else ():
+            campaign.measure(operation)
         for number in range(rounds):
             if campaign.problems:
                 break
@@ -363,7 +357,7 @@ def main() -> None:
     found = {
         "problems": campaign.problems,
         "figures": dict(sorted(campaign.figures.items())),
-        "usual_s": {name: round(value, 2) for name, value in campaign.usual_s.items()},
+        "calls": campaign.calls,
     }
     print(json.dumps(found))  # noqa: T201 - what the test reads
 
