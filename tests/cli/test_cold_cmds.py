@@ -22,9 +22,9 @@ def slow_restores(s3_bucket: S3Bucket) -> Iterator[None]:
     api = f"{s3_bucket.endpoint_url}/moto-api/state-manager"
     model: dict[str, Any] = {"model_name": "s3::keyrestore"}
     manual: dict[str, Any] = {"progression": "manual", "times": 2}
-    requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=30)
+    requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=120)
     yield
-    requests.post(f"{api}/unset-transition", json=model, timeout=30)
+    requests.post(f"{api}/unset-transition", json=model, timeout=120)
 
 
 @pytest.fixture

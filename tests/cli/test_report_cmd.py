@@ -94,7 +94,7 @@ def test_top_ends_with_one_line(history: Path) -> None:
     seen = b""
     stopped = False
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:  # a terminal that nobody reads would hold it up
             if select.select([ours], [], [], 0.2)[0]:
                 with contextlib.suppress(OSError):  # it has ended

@@ -41,7 +41,7 @@ def test_s3(store: Store, s3_bucket: S3Bucket) -> None:
     policy = json.dumps({"Version": "2012-10-17", "Statement": [anyone]})
     s3_bucket._client.put_bucket_policy(Bucket=s3_bucket.name, Policy=policy)
     url = f"{s3_bucket.endpoint_url}/{s3_bucket.name}/{PREFIX.rstrip('/')}"
-    page = requests.get(f"{url}/index.html", timeout=30)
+    page = requests.get(f"{url}/index.html", timeout=120)
     assert page.headers["Content-Type"].startswith("text/html")
     assert "gpt@2" in page.text
     with ckptstore.open(url) as web:
@@ -53,7 +53,7 @@ def test_gcs(store: Store, gcs_bucket: GcsBucket) -> None:
     """A copy on GCS is read by plain HTTP, and its page is one."""
     _publish(store, gcs_bucket)
     url = f"{gcs_bucket.endpoint_url}/{gcs_bucket.name}/{PREFIX.rstrip('/')}"
-    page = requests.get(f"{url}/index.html", timeout=30)
+    page = requests.get(f"{url}/index.html", timeout=120)
     assert page.headers["Content-Type"].startswith("text/html")
     with ckptstore.open(url) as web:
         assert web.load("gpt@2")["w"][5] == 2.0

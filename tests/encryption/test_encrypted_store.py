@@ -434,7 +434,7 @@ def test_threads_read_and_write_at_once(tmp_path: Path) -> None:
     gate = threading.Barrier(6)
 
     def work(number: int) -> bool:
-        gate.wait(30)
+        gate.wait(120)
         with backend.open_writer(f"packs/{number}") as writer:
             for at in range(0, len(data), 700_001):
                 writer.write(data[at : at + 700_001])

@@ -82,7 +82,7 @@ def test_of_many_creators_of_one_key_one_wins(memory: MemoryBackend) -> None:
     gate = threading.Barrier(8)
 
     def work(_: int) -> Repo:
-        gate.wait(30)
+        gate.wait(120)
         return create(memory, exist_ok=True)
 
     with ThreadPoolExecutor(8) as pool:
@@ -99,7 +99,7 @@ def test_creators_of_two_keys_do_not_mix(memory: MemoryBackend) -> None:
     gate = threading.Barrier(2)
 
     def work(key: UserKey) -> bool:
-        gate.wait(30)
+        gate.wait(120)
         try:
             create(memory, key, exist_ok=True)
         except WrongKeyError:
@@ -254,7 +254,7 @@ def test_rotations_at_once(memory: MemoryBackend) -> None:
     gate = threading.Barrier(len(keys))
 
     def work(key: UserKey) -> bool:
-        gate.wait(30)
+        gate.wait(120)
         try:
             keyring.rotate(memory, A, key)
         except WrongKeyError:
@@ -273,7 +273,7 @@ def test_rotations_there_and_back_at_once(memory: MemoryBackend) -> None:
     gate = threading.Barrier(4)
 
     def work(pair: tuple[UserKey, UserKey]) -> None:
-        gate.wait(30)
+        gate.wait(120)
         for _ in range(20):
             with contextlib.suppress(WrongKeyError, AmbiguousWriteError):
                 keyring.rotate(memory, *pair)

@@ -258,20 +258,23 @@ def test_what_is_not_installed_at_a_worker_is_said(monkeypatch: pytest.MonkeyPat
         unpacked(run_packed(data))
 
 
-def test_a_cancelled_task_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_task_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Somebody else shuts an executor down: no one waits for what it has dropped."""
     monkeypatch.setattr(limits, "ENGINE_LOOK_S", 0.2)
     for kind in (ProcessPoolExecutor, ThreadPoolExecutor):
-        with kind(1) as pool, open_engine(pool, workers=4) as engine:
+        folder = tmp_path / kind.__name__
+        folder.mkdir()
+        with kind(1) as pool, open_engine(pool, workers=6) as engine:
 
-            def plan(pool: Executor = pool) -> Iterator[float]:
-                yield from [0.05] * 6
-                pool.shutdown(wait=True, cancel_futures=True)
+            def plan(pool: Executor = pool, folder: Path = folder) -> Iterator[str]:
+                yield from [str(folder)] * 6
+                pool.shutdown(wait=False, cancel_futures=True)
+                (folder / "go").touch()  # the first task has waited for that
 
             with pytest.raises(WorkerDiedError, match="do not answer: CancelledError"):
-                list(engine.map(time.sleep, plan()))
+                list(engine.map(tasks.hold, plan()))
             with pytest.raises(WorkerDiedError, match="after shutdown"):
-                list(engine.map(time.sleep, [0.0]))
+                list(engine.map(tasks.hold, [str(folder)]))
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,10 @@ def restores(bucket: S3Bucket) -> Iterator[Callable[[int], None]]:
 
     def after(looks: int) -> None:
         manual: dict[str, Any] = {"progression": "manual", "times": looks}
-        requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=30)
+        requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=120)
 
     yield after
-    requests.post(f"{api}/unset-transition", json=model, timeout=30)
+    requests.post(f"{api}/unset-transition", json=model, timeout=120)
 
 
 def _command(url: str, port: int, *words: str) -> list[str]:

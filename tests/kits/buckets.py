@@ -118,7 +118,7 @@ class GcsBucket:
     def read(self, key: str) -> bytes | None:
         """Return the stored bytes, or None if there is no object."""
         path = f"/storage/v1/b/{self.name}/o/{quote(PREFIX + key, safe='')}?alt=media"
-        answer = self._session.get(self.endpoint_url + path, timeout=30)
+        answer = self._session.get(self.endpoint_url + path, timeout=120)
         if answer.status_code == 404:
             return None
         answer.raise_for_status()
@@ -136,7 +136,7 @@ class GcsBucket:
         return {item["name"].removeprefix(PREFIX) for item in items}
 
     def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
-        answer = self._session.request(method, self.endpoint_url + path, timeout=30, **request)
+        answer = self._session.request(method, self.endpoint_url + path, timeout=120, **request)
         answer.raise_for_status()
         return answer
 
@@ -182,7 +182,7 @@ class AzureBucket:
 
     def read(self, key: str) -> bytes | None:
         """Return the stored bytes, or None if there is no object."""
-        answer = self._session.get(self._url(f"/{quote(PREFIX + key)}?"), timeout=30)
+        answer = self._session.get(self._url(f"/{quote(PREFIX + key)}?"), timeout=120)
         if answer.status_code == 404:
             return None
         answer.raise_for_status()
@@ -219,7 +219,7 @@ class AzureBucket:
         return f"{self.endpoint_url}/{AZURE_ACCOUNT}/{self.name}{path}&{self._token}"
 
     def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
-        answer = self._session.request(method, self._url(path), timeout=30, **request)
+        answer = self._session.request(method, self._url(path), timeout=120, **request)
         answer.raise_for_status()
         return answer
 

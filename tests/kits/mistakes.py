@@ -212,13 +212,13 @@ def _s3(server: Server) -> Place:
         writer=user("writer", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"),
     )
     _fill(place)
-    requests.post(f"{server.url}/moto-api/reset-auth", data="0", timeout=30).raise_for_status()
+    requests.post(f"{server.url}/moto-api/reset-auth", data="0", timeout=120).raise_for_status()
     return place
 
 
 def _gcs(server: Server) -> Place:
     bucket = {"name": "mistakes"}
-    requests.post(f"{server.url}/storage/v1/b", json=bucket, timeout=30).raise_for_status()
+    requests.post(f"{server.url}/storage/v1/b", json=bucket, timeout=120).raise_for_status()
     place = Place(
         url="gs://mistakes/store",
         free="gs://mistakes/free",

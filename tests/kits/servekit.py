@@ -61,7 +61,7 @@ class Server:
         request = urllib.request.Request(self.url + path, method=method, headers=named)  # noqa: S310
         opener = urllib.request.build_opener(_Straight)
         try:
-            with opener.open(request, timeout=30) as answer:
+            with opener.open(request, timeout=120) as answer:
                 return answer.status, _named(answer.headers), answer.read()
         except urllib.error.HTTPError as error:
             return error.code, _named(error.headers), error.read()
@@ -75,7 +75,7 @@ class Server:
     def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
         """Stop it, and return its exit status."""
         self.process.send_signal(by)
-        return self.process.wait(30)
+        return self.process.wait(120)
 
 
 def _named(headers: Message) -> dict[str, str]:
@@ -114,11 +114,11 @@ def served(
         yield server
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
 
 def _wait(server: Server) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         try:
             server.get("/healthz")

@@ -121,7 +121,7 @@ def test_a_hanging_tracker_does_not_hang_a_save(
     ends = threading.Event()
     monkeypatch.setattr(trackers, "_WAITING_MAX", 3)
     run = store.run("gpt")
-    tracking = Tracking(run, Fake(lambda *_: ends.wait(60)).target)
+    tracking = Tracking(run, Fake(lambda *_: ends.wait(600)).target)
     try:
         with caplog.at_level(logging.WARNING):
             ids = [run.save({"a": step}, step=step).id[:8] for step in range(5)]

@@ -111,7 +111,7 @@ def test_errors_are_those_of_s3(server: Server, call: Any, code: str) -> None:  
 
 def test_a_target_in_absolute_form_is_its_path(server: Server) -> None:
     """Clients that name the server in the request's line, as Run:ai's streamer, get the object."""
-    line = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    line = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=120)
     line.request("GET", f"{server.url}/store/gpt/1/config.json", headers={"x-amz-date": "now"})
     answer = line.getresponse()
     assert answer.status == 200

@@ -14,7 +14,7 @@ from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.maintenance.core.task_pool import Tasks, at_once
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Storage(MemoryBackend):

@@ -845,20 +845,20 @@ def test_a_forked_child_does_not_inherit_a_held_lock(memory: MemoryBackend, savi
 
     def slow(key: str, data: bytes) -> None:
         inside.set()
-        assert leave.wait(30)
+        assert leave.wait(120)
         memory.put_if_absent(key, data)
 
     hook.on_create = slow
     log = Log(hook)
     thread = threading.Thread(target=lambda: log.append(saving(step=1)))
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(120)
     child = os.fork()
     if child == 0:
         hook.on_create = None
         os._exit(0 if log.append(saving(step=2)).number == 1 else 1)
     status = os.waitpid(child, 0)[1]
     leave.set()
-    thread.join(30)
+    thread.join(120)
     assert os.waitstatus_to_exitcode(status) == 0
     assert log.catalog.number == 1

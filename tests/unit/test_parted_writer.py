@@ -60,7 +60,7 @@ class Storage:
             self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             if self.gate is not None:
-                assert self.gate.wait(30)
+                assert self.gate.wait(120)
             self._call(f"part {number}")
             self._parts[number] = bytes(body)
         finally:

@@ -142,7 +142,7 @@ def test_of_many_creators_one_wins(memory: MemoryBackend) -> None:
         def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
             """List, after the others have come as far."""
             if prefix == "commits/":
-                together.wait(30)
+                together.wait(120)
             return self.inner.list(prefix, after=after)
 
     def create(number: int) -> str:

@@ -92,7 +92,7 @@ class Group:
         for rank in range(self.world):
             self.kill(rank)
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.join(10)
+            process.join(120)
             pipe.close()
         self._folder.cleanup()
 
