@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,9 @@ def test_nothing_is_lost_and_nothing_stays(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_and_nothing_stays_after_a_thousand_kills(tmp_path: Path) -> None:
-    """The long form.
-
-    ``CKPTSTORE_GC_SOAK_URLS``, a JSON list of URLs of one new store (two mounts, say), moves it to
-    other storage, with ``CKPTSTORE_GC_SOAK_OPTIONS``, a JSON object, as storage options.
-    """
-    urls = json.loads(os.environ.get("CKPTSTORE_GC_SOAK_URLS", "[]"))
-    found = campaign(
-        urls=urls or [str(tmp_path / "store")],
-        options=json.loads(os.environ.get("CKPTSTORE_GC_SOAK_OPTIONS", "{}")),
-        kills=soak_rounds(1000),
-        seed=soak_seed(2),
-    )
+    """The long form."""
+    urls = [str(tmp_path / "store")]
+    found = campaign(urls=urls, kills=soak_rounds(1000), seed=soak_seed(2))
 
     print(found)  # noqa: T201 - the figures of a campaign
     assert found["problems"] == []

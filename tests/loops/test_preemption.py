@@ -279,9 +279,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]
         for rank in range(3)
     ]
     try:
-        waited = time.monotonic() + 300
         while not (folder / "outside-1").exists():  # rank 1 is in the training that we end
-            assert time.monotonic() < waited
             assert all(rank.poll() is None for rank in ranks)
             time.sleep(0.01)
         ranks[1].send_signal(signal.SIGTERM)

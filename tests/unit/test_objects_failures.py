@@ -268,12 +268,8 @@ def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
         interrupted(Bytes(noise(200)), backend)
 
     assert fault.hits == 1
-    end = (
-        time.monotonic() + PATIENCE_S
-    )  # an interrupted join returns a moment before its thread has ended
-    while threads_left() and time.monotonic() < end:
+    while threads_left():  # an interrupted join returns a moment before its thread has ended
         time.sleep(0.01)
-    assert not threads_left()
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert not [name for name in left if name.startswith(".tmp-")]
     assert not left or stage == "writer.commit"  # a whole pack that nothing names

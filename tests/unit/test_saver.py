@@ -328,20 +328,16 @@ def test_fail(busy: Busy) -> None:
 
 
 def _at_each_wait(condition: threading.Condition, do: Callable[[], object]) -> list[float]:
-    """Do something whenever a thread begins to wait for a condition; return the seconds waited.
-
-    The thread has the lock of the condition then, so it misses nothing that `do` sets off.
-    """
+    """Act when a thread begins to wait, and has the lock still; return the seconds waited."""
     waited: list[float] = []
     genuine = condition.wait
 
     def wait(timeout: float | None = None) -> bool:
         do()
         began = time.monotonic()
-        try:
-            return genuine(timeout)
-        finally:
-            waited.append(time.monotonic() - began)
+        found = genuine(timeout)
+        waited.append(time.monotonic() - began)
+        return found
 
     condition.wait = wait  # type: ignore[method-assign]
     return waited

@@ -82,10 +82,7 @@ def finish(pid: int, reading: int) -> list[str]:
 
 
 def killed(chance: random.Random, calls: int, action: Callable[[Tell], None]) -> list[str]:
-    """Kill a child at one of so many calls after it said "begins"; return the lines that it sent.
-
-    The last calls may come only in a longer child: this one may end by itself.
-    """
+    """Kill a child at about one of so many calls after "begins"; return the lines that it sent."""
     at, after = chance.randint(1, calls + 4), chance.random() < 0.5
 
     def armed(tell: Tell) -> None:

@@ -47,10 +47,7 @@ class Tripwire:
 
 
 class Fuse(Tripwire):
-    """Kills the process that takes a file, if it makes as many calls more as the file says.
-
-    It does not if the file, or what it was renamed to, is gone by then.
-    """
+    """Kills the process that takes a file after as many calls as it says, if it is there still."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)

@@ -208,10 +208,6 @@ class Pool:
             self.executor = self._new()
             self.wait()
 
-    def mend(self) -> bool:
-        """Return whether a worker has died."""
-        return bool(self.executor._broken)
-
     def close(self) -> None:
         """Stop everything."""
         self.executor.shutdown()
@@ -284,7 +280,8 @@ class Campaign:
         finally:
             for file in fuse.parent.glob(f"{fuse.name}*"):
                 file.unlink()
-        self.figures[f"{operation}: at work"] += self.cluster.mend()
+        if isinstance(self.cluster, Cluster):
+            self.figures[f"{operation}: at work"] += self.cluster.mend()
 
     def _kill_coordinator(self, operation: str, place: Path) -> None:
         at = self.chance.randint(1, self.calls[operation])

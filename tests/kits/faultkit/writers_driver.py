@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,11 @@ def main() -> None:
             write(folder, writer, saves, gate, shared=bool(shared), tell=tell)
 
         children.append(fork(action))
-    began = time.perf_counter()
     os.close(other)
     told = [finish(*child) for child in children]
-    seconds = time.perf_counter() - began
     saved: list[Any] = [json.loads(lines[-1]) for lines in told if lines]
     checked = finish(*fork(lambda tell: check(folder, tell)))
-    found = {"saved": saved, "seconds": seconds, "setup": problems, **json.loads(checked[-1])}
+    found = {"saved": saved, "setup": problems, **json.loads(checked[-1])}
     json.dump(found, sys.stdout)
 
 

@@ -22,7 +22,6 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
-from ckptstore.maintenance.collect.gc import GcReport
 from ckptstore.model import Version
 from ckptstore.store import Store
 from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
@@ -399,23 +398,6 @@ def test_an_object_that_comes_back_after_its_deletion_goes_again(
     assert place.stored() == set()
 
 
-def test_a_sweep_that_died_is_finished_by_anyone(place: Place, store: Store) -> None:
-    """Condemned by one, deleted in part by a second that dies, finished by a third."""
-    versions = [store.run("gpt").save(parts_of(step), step=step) for step in range(3)]
-    delete(store, *(version.id for version in versions[:2]))
-    store.gc(grace_s=HOUR)
-    place.environment.sleep(HOUR)
-    fault = Fault(calls=frozenset({"delete"}), at=3, times=0)
-    with place.open(FaultyBackend(place.backend, fault)) as second, pytest.raises(StorageError):
-        second.gc(grace_s=HOUR)
-    assert fault.hits
-    with place.open() as third:
-        third.gc(grace_s=HOUR)
-        assert not third.repo.catalog.condemned
-
-    assert place.stored() == place.needed() == needs(store, versions[2])
-
-
 def _with_dead_versions() -> Place:
     place = new_place()
     with place.open() as store:
@@ -446,39 +428,30 @@ def test_collections_that_all_die_at_the_same_call_get_done(further: int) -> Non
     assert place.stored() == place.needed()
 
 
-def test_a_collection_can_fail_at_every_call(place: Place) -> None:
+@pytest.mark.parametrize(("when", "times"), [(When.BEFORE, 0), (When.AFTER, 1)])
+def test_a_collection_can_fail_at_every_call(when: When, times: int) -> None:
     """Wherever it ends, versions load; and the next collection finishes what was begun."""
-    with place.open() as store:
-        run = store.run("gpt")
-        run.save(parts_of(1, 1, 1), step=1)
-        kept = run.save(parts_of(1, 2, 2), step=2)
-        delete(store, run.versions()[0].id)
-        place.orphan()
-    whole = dict(place.backend.objects)
-    for when in (When.BEFORE, When.AFTER):
-        at = 1
-        while True:
-            place.backend.objects.clear()
-            place.backend._space.keys.clear()
-            for key, item in whole.items():
-                place.backend.put(key, item.data)
-            fault = Fault(calls=WRITES, at=at, times=0 if when is When.BEFORE else 1, when=when)
-            report: GcReport | None = None
-            faulty = FaultyBackend(place.backend, fault)
-            with suppress(StorageError), place.open(faulty) as collector:
-                report = collector.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
-            with place.open() as reading:
-                assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
+    at, hit = 0, 1
+    while hit:
+        at, place = at + 1, new_place()
+        with place.open() as store:
+            first = store.run("gpt").save(parts_of(1, 1, 1), step=1)
+            kept = store.run("gpt").save(parts_of(1, 2, 2), step=2)
+            delete(store, first.id)
+            place.orphan()
+        fault = Fault(calls=WRITES, at=at, times=times, when=when)
+        dying = FaultyBackend(place.backend, fault)
+        with suppress(StorageError), place.open(dying) as collector:
+            collector.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+        with place.open() as reading:
+            assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
+            for _ in range(2):
                 reading.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
-                reading.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
-                assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
-                assert place.stored() == place.needed()
-                assert not reading.repo.refresh().condemned
-            if not fault.hits:
-                assert report is not None
-                break
-            at += 1
-        assert at > 8
+            assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
+            assert place.stored() == place.needed()
+            assert not reading.repo.refresh().condemned
+        hit = fault.hits
+    assert at > 8
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
