@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, Final
@@ -13,6 +13,13 @@ from ckptstore.suggestions import Suggesting
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _ROWS_MAX: Final = 50
 """Rows of a table in a notebook; the caption says that there are more."""
+
+
+def parts_text(parts: Mapping[str, int], *, most: int = 12) -> str:
+    """Return parts of a state with their bytes, the largest first: ``optimizer (2.00 GiB)``."""
+    ranked = sorted(parts.items(), key=lambda item: -item[1])
+    texts = [f"{name} ({bytes_text(size)})" for name, size in ranked[:most]]
+    return ", ".join(texts + [f"{len(ranked) - most} more"] * (len(ranked) > most))
 
 
 def bytes_text(size: float) -> str:

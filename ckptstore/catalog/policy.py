@@ -6,7 +6,7 @@ As JSON a policy is ``{"full": ["last 3"], "weights": ["best 5 val_loss", "every
 Two more keys are about how tensors are written. ``"lossy": ["bf16:rel_l2=0.004",
 "int8:rel_l2=0.02,block=64"]`` bounds what the levels ``weights-bf16`` and ``weights-int8`` may
 lose; ``"encodings": {"role:optimizer": "dynamic8"}`` holds for the saves of the run. Both are texts
-of :class:`ckptstore.Encoding`.
+of :class:`ckptstore.Encoding`. ``"roles": {"mpd.*": "weights"}`` fixes roles of tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckptstore.catalog.retention_rules import RULES_HINT, Rule, parse_rules
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
+from ckptstore.format.roles import RoleRules
 
 _FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
 """Level to the field that holds its rules, from the most that is kept to the least."""
@@ -52,6 +53,8 @@ class Policy:
     """How far the levels ``weights-bf16`` and ``weights-int8`` may go; at most one of each name."""
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Pattern, or ``role:ROLE``, to what such tensors are saved in; the first match wins."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Pattern to the role of such tensors, in versions to come and in those that are there."""
 
     @classmethod
     def parse(
@@ -64,6 +67,7 @@ class Policy:
         record: Rules = (),
         lossy: str | Sequence[str] = (),
         encodings: Encodings | None = None,
+        roles: object = None,
     ) -> Policy:
         """Return the policy of rules in text form.
 
@@ -83,8 +87,9 @@ class Policy:
             record=_rules(record),
             lossy=_lossy([lossy] if isinstance(lossy, str) else lossy),
             encodings=_encodings(encodings),
+            roles=check_roles({} if roles is None else roles),
         )
-        if not policy.encodings:
+        if not policy.encodings and not policy.roles:
             policy.check()
         return policy
 
@@ -99,16 +104,17 @@ class Policy:
         PolicyError
             There is no rule at all, and no encoding.
         """
-        unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings"}))
+        unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings", "roles"}))
         if unknown:
             msg = f"a policy has no {unknown[0]!r}"
-            hint = "its keys are " + ", ".join(_FIELDS) + ", lossy and encodings"
+            hint = "its keys are " + ", ".join(_FIELDS) + ", lossy, encodings and roles"
             raise InvalidInputError(msg, hint=hint)
         levels = {name: key for key, name in _FIELDS.items() if key in value}
         return cls.parse(
             **{name: _texts(key, value[key], RULES_HINT) for name, key in levels.items()},
             lossy=_texts("lossy", value.get("lossy", ()), "such as int8:rel_l2=0.02"),
             encodings=value.get("encodings"),  # type: ignore[arg-type]  # checked in there
+            roles=value.get("roles"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -122,14 +128,16 @@ class Policy:
             found["lossy"] = [str(encoding) for encoding in self.lossy]
         if self.encodings:
             found["encodings"] = dict(self.encodings)
+        if self.roles:
+            found["roles"] = dict(self.roles)
         return found
 
     def __str__(self) -> str:
         """Return the policy in one line."""
         found = self.to_json()
-        encodings = [f"{key}={value}" for key, value in found.pop("encodings", {}).items()]
-        if encodings:
-            found["encodings"] = encodings
+        for name in ("encodings", "roles"):
+            if name in found:
+                found[name] = [f"{key}={value}" for key, value in found[name].items()]
         return "; ".join(f"{key}: {', '.join(texts)}" for key, texts in found.items())
 
     def rules(self, level: Level) -> tuple[Rule, ...]:
@@ -204,6 +212,23 @@ def _encodings(wanted: object) -> dict[str, str]:
     if len(found) > limits.POLICY_RULES_MAX:
         raise InvalidInputError(f"{len(found)} encodings are more than {limits.POLICY_RULES_MAX}")
     return found
+
+
+def check_roles(wanted: object) -> dict[str, str]:
+    """Return patterns of paths with their roles.
+
+    Raises
+    ------
+    InvalidInputError
+        They are no mapping of texts, too many, or a pattern or a role is not accepted.
+    """
+    if not isinstance(wanted, Mapping) or not all(type(key) is str for key in wanted):
+        msg = f"roles must map patterns to roles, not {wanted!r:.60}"
+        raise InvalidInputError(msg, hint="such as roles={'mpd.*': 'weights'}")
+    if len(wanted) > limits.POLICY_RULES_MAX:
+        raise InvalidInputError(f"{len(wanted)} roles are more than {limits.POLICY_RULES_MAX}")
+    RoleRules(wanted)
+    return dict(wanted)
 
 
 def _rules(texts: Rules) -> tuple[Rule, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.encode import Draft
@@ -88,16 +88,13 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
         A rule would spoil a tensor; it is named.
     """
     first_paths = [tensor.paths[0] for tensor in flat.tensors]  # a tied one has its first's role
-    rules = RoleRules(roles, flat=RoleRules.is_flat(first_paths))
+    plain = [
+        TensorRecord(dtype=x.dtype, shape=x.shape, order=x.order, role="", nbytes=x.nbytes)
+        for x in flat.tensors
+    ]
+    rules = RoleRules(roles, node=flat.skeleton, records=plain)
     records = tuple(
-        TensorRecord(
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            order=tensor.order,
-            role=rules(path),
-            nbytes=tensor.nbytes,
-        )
-        for tensor, path in zip(flat.tensors, first_paths, strict=True)
+        replace(record, role=rules(path)) for record, path in zip(plain, first_paths, strict=True)
     )
     wishes = {}
     if encodings:

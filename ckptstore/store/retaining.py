@@ -148,7 +148,8 @@ def keep(
     rules: list[Rule] = [] if last is None else [Last(last)]
     rules += [] if best is None else [Best(best, name) for name in metrics]
     wanted = Policy(full=tuple(rules))
-    own = Policy.from_json(info.policy) if info and info.policy else None
+    stored = {key: x for key, x in ((info and info.policy) or {}).items() if key != "roles"}
+    own = Policy.from_json(stored) if stored else None
     if own == wanted:
         return
     kind = (Last, Best)

@@ -238,7 +238,7 @@ class Run(Shown):
             metrics=metrics or {},
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
-            roles=roles or {},
+            roles=self._roles(roles),
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
@@ -328,7 +328,7 @@ class Run(Shown):
             metrics=metrics or {},
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
-            roles=roles or {},
+            roles=self._roles(roles),
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
@@ -343,6 +343,13 @@ class Run(Shown):
         if not pending.skipped:
             resume_check.saved(self._session.repo, self.name, pending.step, pending.version_id)
         return pending
+
+    def _roles(self, given: Mapping[Pattern, str] | None) -> dict[Pattern, str]:
+        """Return the patterns that hold for a save: those that are fixed for the run come first."""
+        from ckptstore.catalog.retention import fixed_roles
+
+        fixed = fixed_roles(self._session.repo.catalog, self.name)
+        return {**fixed, **(given or {}), **fixed}
 
     def _rules(self, encodings: Encodings | None) -> EncodingRules:
         """Return the rules that hold for a save: its own, this object's, or the run's policy's."""
