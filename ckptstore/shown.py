@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import enum
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, Final
@@ -13,6 +14,38 @@ from ckptstore.suggestions import Suggesting
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _ROWS_MAX: Final = 50
 """Rows of a table in a notebook; the caption says that there are more."""
+
+
+_PLAIN: Final[dict[type, Callable[[Any], str | int | float | bytes]]] = {
+    str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes.__bytes__
+}  # fmt: skip
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Return the ``repr`` of a value, shortened; or its class, where the value has no ``repr``."""
+    try:
+        return repr(value)[:most]
+    except Exception:  # noqa: BLE001 - code of any class
+        return f"a {type(value).__name__}"
+
+
+def plain_value(value: object) -> str | int | float | bytes | None:
+    """Return the value of an object that is a text, number or bytes and no more; else None.
+
+    The class may bring methods, such as ``torch.__version__``'s; enums, and what has attributes,
+    are more.
+    """
+    kind = type(value)
+    base = next((base for base in _PLAIN if issubclass(kind, base)), None)
+    if base is None or issubclass(kind, enum.Enum):
+        return None
+    try:
+        more = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        more = {}
+    if type(more) is not dict or more or any(vars(x).get("__slots__") for x in kind.__mro__):
+        return None
+    return _PLAIN[base](value)
 
 
 def parts_text(parts: Mapping[str, int], *, most: int = 12) -> str:

@@ -17,6 +17,7 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
 from ckptstore.format.tables import TensorRecord
+from ckptstore.shown import shown
 
 ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 RULE: Final = 2
@@ -89,8 +90,8 @@ class RoleRules:
         self._records = records
         self._found: dict[Path, tuple[str, str]] = {}
         for pattern, role in (overrides or {}).items():
-            if role not in ROLES:
-                msg = f"{role!r} is not a role"
+            if type(role) is not str or role not in ROLES:
+                msg = f"{shown(role)} is not a role"
                 raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
             text = pattern if isinstance(pattern, str) else path_text(pattern)
             self._overrides.append((PathFilter([pattern]), role, f"roles= of {text}"))

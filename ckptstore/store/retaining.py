@@ -98,7 +98,8 @@ def annotate(
         It could not be committed.
     """
     version = named_version(self.repo, ref)
-    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics or {}, metadata))
+    given = {} if metrics is None else metrics
+    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, given, metadata))
     return self.repo.catalog.version(version.id)
 
 

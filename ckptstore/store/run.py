@@ -11,6 +11,7 @@ from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.errors import CkptStoreError, InvalidInputError, InvalidRefError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.names import entries_of
 from ckptstore.model import RunInfo, Version, versions_table
 from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import loading, resume_check, retaining
@@ -235,7 +236,7 @@ class Run(Shown):
             run=self.name,
             step=step,
             directions=self._directions,
-            metrics=metrics or {},
+            metrics={} if metrics is None else metrics,
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
             roles=self._roles(roles),
@@ -325,7 +326,7 @@ class Run(Shown):
             run=self.name,
             step=step,
             directions=self._directions,
-            metrics=metrics or {},
+            metrics={} if metrics is None else metrics,
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
             roles=self._roles(roles),
@@ -349,7 +350,7 @@ class Run(Shown):
         from ckptstore.catalog.retention import fixed_roles
 
         fixed = fixed_roles(self._session.repo.catalog, self.name)
-        return {**fixed, **(given or {}), **fixed}
+        return {**fixed, **({} if given is None else entries_of(given, "roles")), **fixed}
 
     def _rules(self, encodings: Encodings | None) -> EncodingRules:
         """Return the rules that hold for a save: its own, this object's, or the run's policy's."""
