@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, Final
@@ -29,23 +30,26 @@ def shown(value: object, most: int = 60) -> str:
         return f"a {type(value).__name__}"
 
 
-def plain_value(value: object) -> str | int | float | bytes | None:
-    """Return the value of an object that is a text, number or bytes and no more; else None.
+def plain_value(value: object) -> str | int | float | bytes:
+    """Return the value of an object that is a text, number or bytes and no more.
 
     The class may bring methods, such as ``torch.__version__``'s; enums, and what has attributes,
     are more.
+
+    Raises
+    ------
+    TypeError
+        It is something else.
     """
     kind = type(value)
-    base = next((base for base in _PLAIN if issubclass(kind, base)), None)
-    if base is None or issubclass(kind, enum.Enum):
-        return None
-    try:
-        more = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        more = {}
-    if type(more) is not dict or more or any(vars(x).get("__slots__") for x in kind.__mro__):
-        return None
-    return _PLAIN[base](value)
+    bases = [base for base in _PLAIN if issubclass(kind, base)]
+    slots = any(vars(part).get("__slots__") for part in kind.__mro__)
+    own: object = None if kind.__dictoffset__ else {}
+    with suppress(Exception):
+        own = object.__getattribute__(value, "__dict__")
+    if not bases or slots or type(own) is not dict or own or issubclass(kind, enum.Enum):
+        raise TypeError(f"a {kind.__name__} is more than its value")
+    return _PLAIN[bases[0]](value)
 
 
 def parts_text(parts: Mapping[str, int], *, most: int = 12) -> str:

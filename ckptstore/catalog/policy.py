@@ -21,7 +21,9 @@ from ckptstore.catalog.retention_rules import RULES_HINT, Rule, parse_rules
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
+from ckptstore.format.names import entries_of
 from ckptstore.format.roles import RoleRules
+from ckptstore.shown import shown
 
 _FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
 """Level to the field that holds its rules, from the most that is kept to the least."""
@@ -87,9 +89,9 @@ class Policy:
             record=_rules(record),
             lossy=_lossy([lossy] if isinstance(lossy, str) else lossy),
             encodings=_encodings(encodings),
-            roles=check_roles({} if roles is None else roles),
+            roles=_roles({} if roles is None else roles),
         )
-        if not policy.encodings and not policy.roles:
+        if not policy.encodings and roles is None:
             policy.check()
         return policy
 
@@ -126,11 +128,8 @@ class Policy:
         }
         if self.lossy:
             found["lossy"] = [str(encoding) for encoding in self.lossy]
-        if self.encodings:
-            found["encodings"] = dict(self.encodings)
-        if self.roles:
-            found["roles"] = dict(self.roles)
-        return found
+        maps = {"encodings": self.encodings, "roles": self.roles}
+        return found | {key: dict(value) for key, value in maps.items() if value}
 
     def __str__(self) -> str:
         """Return the policy in one line."""
@@ -214,21 +213,13 @@ def _encodings(wanted: object) -> dict[str, str]:
     return found
 
 
-def check_roles(wanted: object) -> dict[str, str]:
-    """Return patterns of paths with their roles.
-
-    Raises
-    ------
-    InvalidInputError
-        They are no mapping of texts, too many, or a pattern or a role is not accepted.
-    """
-    if not isinstance(wanted, Mapping) or not all(type(key) is str for key in wanted):
-        msg = f"roles must map patterns to roles, not {wanted!r:.60}"
+def _roles(wanted: object) -> dict[str, str]:
+    found = entries_of(wanted, "roles")
+    if not all(type(pattern) is str for pattern in found) or len(found) > limits.POLICY_RULES_MAX:
+        msg = f"roles map at most {limits.POLICY_RULES_MAX} texts to roles, not {shown(wanted)}"
         raise InvalidInputError(msg, hint="such as roles={'mpd.*': 'weights'}")
-    if len(wanted) > limits.POLICY_RULES_MAX:
-        raise InvalidInputError(f"{len(wanted)} roles are more than {limits.POLICY_RULES_MAX}")
-    RoleRules(wanted)
-    return dict(wanted)
+    RoleRules(found)
+    return found
 
 
 def _rules(texts: Rules) -> tuple[Rule, ...]:

@@ -169,7 +169,7 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
     """
     _check_json(metadata, "metadata", 0)
     try:
-        data = msgspec.json.encode(metadata, enc_hook=_json_value, order="sorted")
+        data = msgspec.json.encode(metadata, enc_hook=plain_value, order="sorted")
     except Exception as error:
         msg = f"metadata cannot be written as JSON: {shown(error, 200)}"
         raise InvalidInputError(msg) from error
@@ -241,14 +241,6 @@ def _check_json(value: object, path: str, depth: int) -> None:
     elif not (value is None or issubclass(kind, str | int)):
         msg = f"{path} is a {kind.__name__}, which JSON cannot hold"
         raise InvalidInputError(msg, hint=_instead(kind))
-
-
-def _json_value(value: object) -> object:
-    """Return the value of an object whose class adds nothing to it; TypeError for all others."""
-    plain = plain_value(value)
-    if plain is None:
-        raise TypeError(f"it holds a {type(value).__name__}")
-    return plain
 
 
 def _instead(kind: type) -> str:

@@ -179,7 +179,7 @@ class Store(Shown):
         if roles is not None:
             from ckptstore.maintenance.retention.retain import set_policy
 
-            set_policy(self.repo, name, None, directions=wanted, roles=roles)
+            set_policy(self.repo, name, {"roles": roles}, directions=wanted)
         if write_back is not None:
             self.write_back(write_back, runs=[name])
         return made

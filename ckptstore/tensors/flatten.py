@@ -16,6 +16,7 @@ import pathlib
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -365,8 +366,9 @@ def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: A
         return key  # type: ignore[no-any-return]
     if kind is tuple:
         return ["t", *(_key_node(item, path, where) for item in key)]
-    if (plain := plain_value(key)) is not None and kind is not float:
-        return _key_node(plain, path, where)
+    if kind is not float:
+        with suppress(TypeError):
+            return _key_node(plain_value(key), path, where)
     told = f"{shown(key)}, a {kind.__module__}.{kind.__qualname__}"
     msg = f"{path_text(path)!r}: {where} it is {told}"
     hint = "keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples"
@@ -430,9 +432,10 @@ def _plain(value: object, path: Path) -> object:
     StateError
         Its class adds something, or is another one.
     """
-    plain = plain_value(value)
-    if plain is None:
-        raise refusal(value, path)
+    try:
+        plain = plain_value(value)
+    except TypeError:
+        raise refusal(value, path) from None
     kind = type(value)
     if kind not in _TOLD:
         _TOLD.add(kind)

@@ -27,7 +27,7 @@ from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
-from ckptstore.catalog.policy import Policy, check_roles
+from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
@@ -122,32 +122,26 @@ def check_policy(policy: AnyPolicy) -> Policy:
     PolicyError
         It has no rule, and no encoding.
     """
-    found = policy if isinstance(policy, Policy) else Policy.from_json(policy)
-    if not found.encodings and not found.roles:
-        found.check()
-    return found
+    if not isinstance(policy, Policy):
+        return Policy.from_json(policy)
+    if not policy.encodings and not policy.roles:
+        policy.check()
+    return policy
 
 
 def set_policy(
-    repo: Repo,
-    run: str,
-    policy: AnyPolicy | None,
-    *,
-    directions: Mapping[str, str] | None = None,
-    roles: Mapping[str, str] | None = None,
+    repo: Repo, run: str, policy: AnyPolicy | None, *, directions: Mapping[str, str] | None = None
 ) -> None:
     """Store the policy of a run, which is made if it is not there, or of the store.
 
-    Roles that are stored stay unless there are others: a new policy must not lose a network.
+    Roles that are stored stay unless it has others: a new policy must not lose a network.
 
     Parameters
     ----------
     run
         Empty for the policy of all runs that have none.
     policy
-        None takes it away.
-    roles
-        In place of a policy: only the roles change, to these.
+        None takes it away. One of ``roles`` alone leaves everything else as it is.
 
     Raises
     ------
@@ -155,15 +149,16 @@ def set_policy(
         The policy is not accepted.
     """
     given = {} if policy is None else check_policy(policy).to_json()
-    fixed = None if roles is None else check_roles(roles)
+    alone = isinstance(policy, Mapping) and policy.keys() == {"roles"}
 
     def build(now: Catalog) -> list[Op]:
         """Set the policy, of a run that is new with the run itself."""
         made = run_ops.ensure_run(now, run, directions or {}) if run else []
         old: dict[str, Any] = json.loads(now.own_policy(run) or b"{}")
-        value = {"roles": old.get("roles"), **given} if fixed is None else {**old, "roles": fixed}
+        roles = given.get("roles") if alone else given.get("roles", old.get("roles"))
+        value = {**(old if alone else given), "roles": roles}
         value = {key: part for key, part in value.items() if part}
-        if fixed is not None and value == old:
+        if alone and value == old:
             return []
         if run and not now.has_run(run):
             store = lifecycle_ops.set_policy(now, "", value)[0]
