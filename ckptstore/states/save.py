@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.encode import Draft
@@ -21,7 +21,7 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.flatten import FlatState, flatten
-from ckptstore.tensors.tensor_bytes import settle
+from ckptstore.tensors.tensor_bytes import SourceTensor, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +88,14 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
         A rule would spoil a tensor; it is named.
     """
     first_paths = [tensor.paths[0] for tensor in flat.tensors]  # a tied one has its first's role
-    plain = [
-        TensorRecord(dtype=x.dtype, shape=x.shape, order=x.order, role="", nbytes=x.nbytes)
-        for x in flat.tensors
-    ]
+
+    def record(x: SourceTensor, role: str) -> TensorRecord:
+        return TensorRecord(dtype=x.dtype, shape=x.shape, order=x.order, role=role, nbytes=x.nbytes)
+
+    plain = [record(tensor, "") for tensor in flat.tensors]
     rules = RoleRules(roles, node=flat.skeleton, records=plain)
     records = tuple(
-        replace(record, role=rules(path)) for record, path in zip(plain, first_paths, strict=True)
+        record(tensor, rules(path)) for tensor, path in zip(flat.tensors, first_paths, strict=True)
     )
     wishes = {}
     if encodings:
