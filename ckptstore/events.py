@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ckptstore.shown import shown
+
 __all__ = [
     "Events", "Observer", "Progress", "ProgressCallback", "SaveEvent", "SaveEventKind",
     "silent",
@@ -126,7 +128,7 @@ class Events:
         raised
             The caller raises the error anyway, so it is not logged as an error again.
         """
-        text = f"{event.run}@{event.step} {event.kind}"
+        text = f"{event.run}@{shown(event.step)} {event.kind}"
         if event.replica:
             text += f" to {event.replica}"
         if event.message:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+import enum
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from html import escape
 from typing import Any, Final
@@ -13,6 +15,48 @@ from ckptstore.suggestions import Suggesting
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _ROWS_MAX: Final = 50
 """Rows of a table in a notebook; the caption says that there are more."""
+
+
+_PLAIN: Final[dict[type, Callable[[Any], str | int | float | bytes]]] = {
+    str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes.__bytes__
+}  # fmt: skip
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Return the ``repr`` of a value, shortened; or its class, where the value has no ``repr``."""
+    try:
+        return repr(value)[:most]
+    except Exception:  # noqa: BLE001 - code of any class
+        return f"a {type(value).__name__}"
+
+
+def plain_value(value: object) -> str | int | float | bytes:
+    """Return the value of an object that is a text, number or bytes and no more.
+
+    The class may bring methods, such as ``torch.__version__``'s; enums, and what has attributes,
+    are more.
+
+    Raises
+    ------
+    TypeError
+        It is something else.
+    """
+    kind = type(value)
+    bases = [base for base in _PLAIN if issubclass(kind, base)]
+    slots = any(vars(part).get("__slots__") for part in kind.__mro__)
+    own: object = None if kind.__dictoffset__ else {}
+    with suppress(Exception):
+        own = object.__getattribute__(value, "__dict__")
+    if not bases or slots or type(own) is not dict or own or issubclass(kind, enum.Enum):
+        raise TypeError(f"a {kind.__name__} is more than its value")
+    return _PLAIN[bases[0]](value)
+
+
+def parts_text(parts: Mapping[str, int], *, most: int = 12) -> str:
+    """Return parts of a state with their bytes, the largest first: ``optimizer (2.00 GiB)``."""
+    ranked = sorted(parts.items(), key=lambda item: -item[1])
+    texts = [f"{name} ({bytes_text(size)})" for name, size in ranked[:most]]
+    return ", ".join(texts + [f"{len(ranked) - most} more"] * (len(ranked) > most))
 
 
 def bytes_text(size: float) -> str:

@@ -330,10 +330,15 @@ class Catalog:
             if row.flags & gone == Flag.DELETED and row.id not in without
         ]
 
+    def own_policy(self, run: str) -> bytes:
+        """Return the policy of a run, or the store's if `run` is empty: JSON, or empty."""
+        if not run:
+            return self._state.policy
+        return self._state.runs[run].policy if run in self._state.runs else b""
+
     def policies(self, run: str) -> list[bytes]:
         """Return the policies that hold for a run, JSON: its own, then the store's; if any."""
-        own = self._state.runs[run].policy if run in self._state.runs else b""
-        return [text for text in (own, self._state.policy) if text]
+        return [text for text in (self.own_policy(run), self._state.policy) if text]
 
     # --- snapshots ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.chunking import batches
 from ckptstore.errors import CommitConflictError
-from ckptstore.format.fields import Digest, EncodingName, Id, ManifestPointer, RoleSizes
+from ckptstore.format.fields import Count, Digest, EncodingName, Id, ManifestPointer, RoleSizes
 from ckptstore.format.snapshot import Flag, decode_details, with_details
 from ckptstore.model import RoleBytes, Version
 
@@ -72,6 +72,8 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
     """At level ``weights``: what the weights were rounded to when the version was aged, ``bf16`` or
     ``int8``; empty where this is as it was before. A reader takes what it does not know for empty:
     the manifest says by itself how to read it."""
+    dropped: Annotated[Mapping[str, Count], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    """The largest parts of the state that go, by name: bytes in memory."""
 
     def __post_init__(self) -> None:
         """Check names, and that manifest, level and encoding agree."""
@@ -151,6 +153,7 @@ class Move:
     roles: Mapping[str, RoleBytes] = field(default_factory=dict)
     relies_on: Collection[str] = ()
     """Keys of the new manifest and of all packs that it names."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
@@ -218,6 +221,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
                 manifest=move.manifest,
                 content=move.content,
                 roles=sizes(move.roles),
+                dropped=move.dropped,
             )
         )
     return ops

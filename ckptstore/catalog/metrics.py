@@ -13,7 +13,8 @@ from typing import TypeVar, get_args
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, LimitError
 from ckptstore.format.fields import Direction
-from ckptstore.format.names import check_metric_name
+from ckptstore.format.names import check_metric_name, entries_of
+from ckptstore.shown import shown
 
 V = TypeVar("V")
 
@@ -31,9 +32,10 @@ def check_metrics(metrics: object) -> dict[str, float]:
     LimitError
         If there are more than ``METRICS_MAX``.
     """
-    if not isinstance(metrics, Mapping):  # a single number, in code that nobody type-checks
-        msg = f"metrics must map names to numbers, not {metrics!r:.60}"
-        raise InvalidInputError(msg, hint=f"such as metrics={{'loss': {metrics!r:.60}}}")
+    if not issubclass(type(metrics), Mapping):  # a single number, in code that nobody type-checks
+        msg = f"metrics must map names to numbers, not {shown(metrics)}"
+        raise InvalidInputError(msg, hint=f"such as metrics={{'loss': {shown(metrics)}}}")
+    metrics = entries_of(metrics, "metrics")
     if len(metrics) > limits.METRICS_MAX:
         raise LimitError(f"{len(metrics)} metrics are more than the {limits.METRICS_MAX} allowed")
     return {check_metric_name(name): _number(name, value) for name, value in metrics.items()}
@@ -100,12 +102,13 @@ def _rank(direction: Direction) -> Callable[[tuple[V, int, float]], tuple[float,
 
 
 def _number(name: str, value: object) -> float:
-    if not isinstance(value, str | bytes | bytearray):
+    if not issubclass(type(value), str | bytes | bytearray):
         try:
-            detach = getattr(value, "detach", None)  # torch warns about a loss with its graph
-            return float(value if detach is None else detach())  # type: ignore[arg-type]  # or below
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            msg = f"metric {name!r} is {type(value).__name__} {str(value)[:40]!r}: {error}"
+            detach = getattr(type(value), "detach", None)  # torch warns about a loss with its graph
+            return float(value if detach is None else detach(value))  # type: ignore[arg-type]
+        except Exception as error:
+            what, why = f"{type(value).__name__} {shown(value, 40)}", shown(error, 200)
+            msg = f"metric {name!r} is {what}: {why}"
             raise InvalidInputError(msg, hint="one number, such as value.mean().item()") from error
-    msg = f"metric {name!r} is the text {value[:40]!r}, not a number"
+    msg = f"metric {name!r} is the text {shown(value, 40)}, not a number"
     raise InvalidInputError(msg, hint="float(value)")

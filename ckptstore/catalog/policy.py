@@ -6,7 +6,7 @@ As JSON a policy is ``{"full": ["last 3"], "weights": ["best 5 val_loss", "every
 Two more keys are about how tensors are written. ``"lossy": ["bf16:rel_l2=0.004",
 "int8:rel_l2=0.02,block=64"]`` bounds what the levels ``weights-bf16`` and ``weights-int8`` may
 lose; ``"encodings": {"role:optimizer": "dynamic8"}`` holds for the saves of the run. Both are texts
-of :class:`ckptstore.Encoding`.
+of :class:`ckptstore.Encoding`. ``"roles": {"mpd.*": "weights"}`` fixes roles of tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from ckptstore.catalog.retention_rules import RULES_HINT, Rule, parse_rules
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
+from ckptstore.format.names import entries_of
+from ckptstore.format.roles import RoleRules
+from ckptstore.shown import shown
 
 _FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
 """Level to the field that holds its rules, from the most that is kept to the least."""
@@ -52,6 +55,8 @@ class Policy:
     """How far the levels ``weights-bf16`` and ``weights-int8`` may go; at most one of each name."""
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Pattern, or ``role:ROLE``, to what such tensors are saved in; the first match wins."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Pattern to the role of such tensors, in versions to come and in those that are there."""
 
     @classmethod
     def parse(
@@ -64,6 +69,7 @@ class Policy:
         record: Rules = (),
         lossy: str | Sequence[str] = (),
         encodings: Encodings | None = None,
+        roles: object = None,
     ) -> Policy:
         """Return the policy of rules in text form.
 
@@ -83,8 +89,9 @@ class Policy:
             record=_rules(record),
             lossy=_lossy([lossy] if isinstance(lossy, str) else lossy),
             encodings=_encodings(encodings),
+            roles=_roles({} if roles is None else roles),
         )
-        if not policy.encodings:
+        if not policy.encodings and roles is None:
             policy.check()
         return policy
 
@@ -99,16 +106,17 @@ class Policy:
         PolicyError
             There is no rule at all, and no encoding.
         """
-        unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings"}))
+        unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings", "roles"}))
         if unknown:
             msg = f"a policy has no {unknown[0]!r}"
-            hint = "its keys are " + ", ".join(_FIELDS) + ", lossy and encodings"
+            hint = "its keys are " + ", ".join(_FIELDS) + ", lossy, encodings and roles"
             raise InvalidInputError(msg, hint=hint)
         levels = {name: key for key, name in _FIELDS.items() if key in value}
         return cls.parse(
             **{name: _texts(key, value[key], RULES_HINT) for name, key in levels.items()},
             lossy=_texts("lossy", value.get("lossy", ()), "such as int8:rel_l2=0.02"),
             encodings=value.get("encodings"),  # type: ignore[arg-type]  # checked in there
+            roles=value.get("roles"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -120,16 +128,15 @@ class Policy:
         }
         if self.lossy:
             found["lossy"] = [str(encoding) for encoding in self.lossy]
-        if self.encodings:
-            found["encodings"] = dict(self.encodings)
-        return found
+        maps = {"encodings": self.encodings, "roles": self.roles}
+        return found | {key: dict(value) for key, value in maps.items() if value}
 
     def __str__(self) -> str:
         """Return the policy in one line."""
         found = self.to_json()
-        encodings = [f"{key}={value}" for key, value in found.pop("encodings", {}).items()]
-        if encodings:
-            found["encodings"] = encodings
+        for name in ("encodings", "roles"):
+            if name in found:
+                found[name] = [f"{key}={value}" for key, value in found[name].items()]
         return "; ".join(f"{key}: {', '.join(texts)}" for key, texts in found.items())
 
     def rules(self, level: Level) -> tuple[Rule, ...]:
@@ -203,6 +210,15 @@ def _encodings(wanted: object) -> dict[str, str]:
     found = EncodingRules(wanted).to_json()  # type: ignore[arg-type]  # it checks what it is
     if len(found) > limits.POLICY_RULES_MAX:
         raise InvalidInputError(f"{len(found)} encodings are more than {limits.POLICY_RULES_MAX}")
+    return found
+
+
+def _roles(wanted: object) -> dict[str, str]:
+    found = entries_of(wanted, "roles")
+    if not all(type(pattern) is str for pattern in found) or len(found) > limits.POLICY_RULES_MAX:
+        msg = f"roles map at most {limits.POLICY_RULES_MAX} texts to roles, not {shown(wanted)}"
+        raise InvalidInputError(msg, hint="such as roles={'mpd.*': 'weights'}")
+    RoleRules(found)
     return found
 
 

@@ -30,6 +30,7 @@ from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import CONTESTED, Tagged, Times, View
 from ckptstore.errors import CkptStoreError, InvalidInputError
+from ckptstore.format.paths import Pattern
 from ckptstore.model import RoleBytes, Version
 
 Fate = Level | Literal["gone"]
@@ -131,7 +132,14 @@ def stored_policy(catalog: Catalog, run: str) -> Policy | None:
     return None
 
 
-def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
+def fixed_roles(catalog: Catalog, run: str) -> dict[Pattern, str]:
+    """Return the roles of tensors that are fixed for a run; as :func:`stored_encodings`."""
+    return dict[Pattern, str](stored_encodings(catalog, run, "roles").items())
+
+
+def stored_encodings(
+    catalog: Catalog, run: str, key: Literal["encodings", "roles"] = "encodings"
+) -> Mapping[str, str]:
     """Return the encodings of a run's saves by its policy, or else by the store's.
 
     Parameters
@@ -145,8 +153,9 @@ def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
         The policy that is stored has something that this version does not know.
     """
     for text in catalog.policies(run):
-        if (policy := Policy.from_json(json.loads(text))).encodings:
-            return policy.encodings
+        found: Mapping[str, str] = getattr(Policy.from_json(json.loads(text)), key)
+        if found:
+            return found
     return {}
 
 

@@ -27,6 +27,7 @@ from ckptstore.catalog.state import Fold, Op, RunState
 from ckptstore.format import fields, snapshot
 from ckptstore.format.names import check_listed, check_run_name, check_tag, encode_metadata
 from ckptstore.model import RoleBytes, Version
+from ckptstore.shown import shown
 from ckptstore.suggestions import did_you_mean
 
 
@@ -254,7 +255,7 @@ def save(
         If there are too many tags or metrics, or the metadata is too large.
     """
     step = _step(step)
-    check_listed(tags, "tags")
+    tags = check_listed(tags, "tags")
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise errors.LimitError(msg)
@@ -271,9 +272,9 @@ def save(
             parent=head,
             manifest=manifest,
             content=content,
-            metrics=check_metrics(metrics or {}),
+            metrics=check_metrics({} if metrics is None else metrics),
             tags=sorted({check_tag(name) for name in tags}),
-            metadata=msgspec.Raw(encode_metadata(metadata or {})),
+            metadata=msgspec.Raw(encode_metadata({} if metadata is None else metadata)),
             roles=sizes(roles or {}),
             receipt=dict(receipt or {}),
         )
@@ -284,11 +285,11 @@ def save(
 def _step(step: object) -> int:
     """Return a step as a plain integer, also one of NumPy's or a tensor's; a bool is none."""
     try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
-    except TypeError:  # a float, a text
+        number = -1 if type(step) is bool else operator.index(step)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - a float, a text, an object of any class
         number = -1
     if not 0 <= number <= limits.STEP_MAX:
-        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {step!r}"
+        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {shown(step)}"
         hint = "count steps, and write int(step) where it is a float"
         raise errors.InvalidInputError(msg, hint=hint)
     return number
@@ -347,12 +348,12 @@ def annotate(
         If the version would have more than ``METRICS_MAX``, or too much metadata.
     """
     checked = check_metrics(metrics)
-    entries = encode_metadata(metadata or {})
-    if not checked and not metadata:
+    entries = encode_metadata({} if metadata is None else metadata)
+    if not checked and entries == b"{}":
         msg = "nothing to annotate with: no metric, no note and no other metadata"
         raise errors.InvalidInputError(msg, hint="such as val_loss=2.31, or --note TEXT")
     found = catalog.version(version)
-    encode_metadata({**found.metadata, **(metadata or {})})
+    _merged(encode_metadata(found.metadata), entries)
     count = len({*found.metrics, *checked})
     if count > limits.METRICS_MAX:
         msg = f"version {version} would have {count} metrics, more than {limits.METRICS_MAX}"

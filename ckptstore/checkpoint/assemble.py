@@ -26,7 +26,7 @@ from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, Pattern, path_text
-from ckptstore.format.roles import RoleRules
+from ckptstore.format.roles import RULE, RoleRules
 from ckptstore.format.skeleton import Node, text_node
 from ckptstore.model import Version
 from ckptstore.objects.piece_writer import Written
@@ -284,6 +284,7 @@ class _Building:
             tensors=self._with_roles(node, roles),
             first=tuple(self._first),
             pieces=table,
+            rule=RULE,
         )
         read_content(manifest)  # what would not load is never written
         seconds: Counter[str] = Counter()
@@ -304,7 +305,7 @@ class _Building:
         first: dict[int, Path] = {}
         for leaf in skeleton.iter_leaves(node):
             first.setdefault(leaf.index, leaf.path)
-        rules = RoleRules(roles, flat=RoleRules.is_flat(first.values()))
+        rules = RoleRules(roles, node=node, records=self._records)
         return tuple(
             replace(record, role=rules(first[index])) for index, record in enumerate(self._records)
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from ckptstore.errors import CkptStoreError, CorruptObjectError
 from ckptstore.events import ProgressCallback
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.paths import Path, path_text
+from ckptstore.format.paths import Path, Pattern, path_text
+from ckptstore.format.roles import Judgement, RoleRules
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
@@ -111,6 +112,13 @@ class Content:
                 )
             )
         return found
+
+    def judged(self, fixed: Mapping[Pattern, str] | None = None) -> dict[int, Judgement]:
+        """Return the role of each tensor by its first path, and why; `fixed` roles come first."""
+        records, rule = self.manifest.tensors, self.manifest.rule
+        rules = RoleRules(fixed, node=self.node, records=records)
+        firsts = {leaf.index: leaf.path for leaf in reversed(self.leaves)}
+        return {at: rules.judge(firsts[at], records[at].role, rule) for at in reversed(firsts)}
 
     def _form(self, index: int) -> dict[str, Any]:
         """Return how a tensor is stored, and how far that is from what was saved."""

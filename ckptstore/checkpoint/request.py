@@ -55,8 +55,8 @@ class WriteRequest:
             A metric, or the metadata, is not accepted; or `tags` is a single text.
         """
         step = self.step
-        if not isinstance(step, bool):
-            with contextlib.suppress(TypeError):  # what is no integer is refused with the rest
+        if type(step) is not bool:
+            with contextlib.suppress(Exception):  # what is no integer is refused with the rest
                 step = operator.index(step)
         own = {each.name: getattr(self, each.name) for each in fields(WriteRequest)}
         return replace(

@@ -84,9 +84,9 @@ def _comes_along(
     kept: Callable[[Path], bool],
 ) -> Callable[[Path], bool]:
     """Return which leaves are taken besides: what is at BESIDE and not excluded, with weights."""
-    records = content.manifest.tensors
+    judged = content.judged()
     weights = any(
-        records[leaf.index].role == "weights" and wanted(leaf.path) and has_role(leaf.path)
+        judged[leaf.index].role == "weights" and wanted(leaf.path) and has_role(leaf.path)
         for leaf in content.leaves
         if leaf.path[:1] != (BESIDE,)
     )
@@ -99,11 +99,11 @@ def _role_filter(content: Content, roles: Sequence[str] | None) -> Callable[[Pat
     if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
         msg = f"{roles!r} is not a list of roles"
         raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
-    records = content.manifest.tensors
-    known = {leaf.path: records[leaf.index].role for leaf in content.leaves}
-    by_convention = RoleRules(flat=RoleRules.is_flat(leaf.path for leaf in content.leaves))
+    rules = RoleRules(node=content.node, records=content.manifest.tensors)
+    judged = content.judged()
+    by_path = {leaf.path: judged[leaf.index].role for leaf in content.leaves}
     chosen = frozenset(roles)
-    return lambda path: (known.get(path) or by_convention(path)) in chosen
+    return lambda path: (by_path.get(path) or rules.of_plain(path)) in chosen
 
 
 def logical_roles(manifest: Manifest) -> dict[str, RoleBytes]:
@@ -152,6 +152,7 @@ def part_of(
         tensors=records,
         first=tuple(itertools.accumulate(map(len, rows), initial=0)),
         pieces=manifest.pieces.take(np.concatenate([np.zeros(0, np.int64), *rows])),
+        rule=manifest.rule,
     )
     read_content(part)  # a part that would not load is never written
     return part

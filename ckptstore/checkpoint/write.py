@@ -25,6 +25,7 @@ from ckptstore.format import skeleton
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, path_text
+from ckptstore.format.roles import RULE
 from ckptstore.model import Version
 from ckptstore.objects.auto_codec import SpeedSample
 from ckptstore.objects.deltas import Deltas, Older
@@ -202,6 +203,7 @@ class _VersionWrite:
                 tensors=draft.records,
                 first=written[-1].first,
                 pieces=written[-1].table,
+                rule=RULE,
             )
             pointer = repo.manifests.put(manifest, name=name)
             self.receipt.update(receipt_entries(repo.backend.transfers))

@@ -17,6 +17,7 @@ from ckptstore.catalog.state import Op
 from ckptstore.cli.text import bytes_text, counted, listed, metric_text, version_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.keys import PACKS_PREFIX
+from ckptstore.shown import parts_text
 
 _NAMED: Final = 5
 """Versions that one operation names."""
@@ -103,9 +104,9 @@ def _rules(policy: dict[str, Any]) -> str:
 
 def _relocate(op: Relocate, catalog: Catalog) -> str:
     kept = {"full": "lies elsewhere", "weights": "keeps its weights", "record": "keeps its record"}
-    return f"{_named(op.version, catalog)} {kept[op.level]}" + (
-        f" as {op.encoding}" if op.encoding else ""
-    )
+    text = f"{_named(op.version, catalog)} {kept[op.level]}"
+    text += f" as {op.encoding}" if op.encoding else ""
+    return f"{text}; dropped {parts_text(op.dropped)}" if op.dropped else text
 
 
 def _versions(op: Verified | Quarantine | Delete | Undelete | Replicated, catalog: Catalog) -> str:

@@ -36,7 +36,7 @@ GROUPS: Final = {
     "Start": ("init", "import", "export", "doctor"),
     "Look": ("ls", "show", "log", "diff", "du", "stats", "report", "top"),
     "Name and branch": ("tag", "annotate", "fork", "rollback", "pin"),
-    "Free space": ("retain", "rm", "undelete", "gc"),
+    "Free space": ("roles", "retain", "rm", "undelete", "gc"),
     "Check and repair": ("verify", "repair"),
     "Share": ("serve", "push", "publish"),
     "Other stores": ("replicate", "replica", "evict", "archive", "thaw", "key"),

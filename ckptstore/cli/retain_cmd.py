@@ -180,6 +180,7 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
                 "reasons": decision.reasons,
                 "reclaimable_bytes": decision.reclaimable_bytes,
                 "rounding": rounding_document(report.roundings.get(decision.version.id)),
+                "dropped": report.dropped.get(decision.version.id, {}),
             }
             for decision in plan.decisions
         ],
@@ -201,6 +202,7 @@ def _draw(screen: Screen, report: RetainReport) -> None:
         Column("FREES", _frees, right=True, wrap=False),
         Column("ERROR", error, wrap=False, shown=bool(roundings)),
         Column("METRICS", _metrics, drop=1),
+        Column("DROPS", report.drops, shown=any(report.dropped.values())),
         Column("WHY", lambda one: "; ".join(one.reasons)),
     )
     for plan in report.plans:

@@ -17,6 +17,7 @@ from ckptstore.errors import InvalidInputError, PolicyError, VersionNotFoundErro
 from ckptstore.maintenance.reports.documents import name_document
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
+from ckptstore.shown import parts_text
 from ckptstore.store import Store
 
 _FOR_GOOD: Final = "undelete does not bring it back"
@@ -104,6 +105,7 @@ def _document(removal: Removal) -> dict[str, Any]:
         "obstacle": removal.obstacle or None,
         "reclaimable_bytes": removal.reclaimable_bytes,
         "rounding": rounding_document(removal.rounding),
+        "dropped": removal.dropped,
     }
 
 
@@ -128,5 +130,6 @@ def _draw(screen: Screen, found: Sequence[Removal]) -> None:
         Column("ID", lambda one: one.version.id[:8], wrap=False),
         Column("FREES", lambda one: bytes_text(one.reclaimable_bytes), right=True, wrap=False),
         Column("ERROR", lambda one: rounding_text(one.rounding), wrap=False, shown=rounded),
+        Column("DROPS", lambda one: parts_text(one.dropped), shown=any(x.dropped for x in found)),
         Column("IN THE WAY", lambda one: one.obstacle or "-"),
     )

@@ -18,6 +18,7 @@ offset      u64 per piece: of its chunk's header in the pack
 stored      u32 per piece: stored length of the chunk
 inner       u32 per piece: where it begins in the decoded chunk (pieces of small tensors share one)
 slab        u32 per piece: length of the decoded chunk
+rule        by which rule the roles were given (see ``roles``); 1 where it is missing
 blocks      only where a tensor is stored in boxes (see ``blocks``; flag ``BLOCKS`` of the frame):
             per such tensor ``[place in tensors, bytes]``; per box its offsets and its sizes, u64
 recipes     only where a tensor follows from others and has no pieces (see ``recipes``; flag
@@ -98,6 +99,7 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True):
     stored: bytes
     inner: bytes
     slab: bytes
+    rule: int = 1
     blocks: Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
     recipes: Annotated[list[Stored], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
     base: bytes = b""
@@ -316,6 +318,8 @@ class Manifest:
     """Per tensor, and one more at the end: place of its first piece in `pieces`."""
     pieces: PieceTable
     """From row ``first[-1]`` on: what deltas refer to."""
+    rule: int = 1
+    """The rule of :mod:`ckptstore.format.roles` that gave the roles."""
 
     @property
     def sources(self) -> frozenset[int]:
@@ -355,6 +359,7 @@ def encode(manifest: Manifest) -> bytes:
         ],
         "dtypes": dtypes,
         "roles": roles,
+        "rule": manifest.rule,
         "packs": bytes.fromhex("".join(table.packs)),
         "ids": table.ids.tobytes(),
     }
@@ -426,6 +431,7 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         tensors=tensors,
         first=first,
         pieces=pieces,
+        rule=body.rule,
     )
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
-from typing import Final, TypeVar
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, LimitError
+from ckptstore.shown import plain_value, shown
 
 T = TypeVar("T")
 
@@ -77,7 +79,7 @@ def check_replica_name(name: str) -> str:
     """
     most = limits.REPLICA_NAME_CHARS_MAX
     if type(name) is not str or len(name) > most or not _REPLICA_NAME.match(name):
-        msg = f"a replica's name is 1 to {most} of A-Z a-z 0-9 . _ -, not {str(name)[:80]!r}"
+        msg = f"a replica's name is 1 to {most} of A-Z a-z 0-9 . _ -, not {shown(name, 80)}"
         raise InvalidInputError(msg, hint="such as cold, s3 or tape-2")
     return name
 
@@ -90,7 +92,7 @@ def check_replica_url(url: str) -> str:
     InvalidInputError
         It is empty, too long, does not print, or has a user, a password or a query in it.
     """
-    if not url or type(url) is not str or len(url) > limits.REPLICA_URL_CHARS_MAX:
+    if type(url) is not str or not url or len(url) > limits.REPLICA_URL_CHARS_MAX:
         most = limits.REPLICA_URL_CHARS_MAX
         raise InvalidInputError(f"the location of a replica is text of 1 to {most} characters")
     if not url.isprintable() or url != url.strip():
@@ -109,19 +111,28 @@ def check_replica_url(url: str) -> str:
     return url
 
 
-def check_listed(values: T, name: str) -> T:
-    """Return `values` if they are several texts; a single one would be taken letter by letter.
+def entries_of(value: Any, what: str) -> dict[Any, Any]:  # noqa: ANN401 - a mapping of any class
+    """Return a mapping as a dict; InvalidInputError names one that cannot be read by `what`."""
+    try:
+        return dict(value)
+    except Exception as error:
+        raise InvalidInputError(f"{what} cannot be read: {shown(error, 200)}") from error
+
+
+def check_listed(values: Iterable[T], name: str) -> list[T]:
+    """Return several texts as a list; a single one would be taken letter by letter.
 
     Raises
     ------
     InvalidInputError
-        It is one text, or bytes; the hint says how the argument called `name` is written.
+        They are one text, or bytes, or cannot be read; the hint says how `name` is written.
     """
-    if isinstance(values, str | bytes | bytearray):
-        one = values if isinstance(values, str) else bytes(values).decode(errors="replace")
-        msg = f"{name} must be a list of texts, not {values!r}"
-        raise InvalidInputError(msg, hint=f"write {name}=[{one!r}]")
-    return values
+    with suppress(Exception):
+        if not issubclass(type(values), str | bytes | bytearray):
+            return list(values)
+    one = shown(values).removeprefix("b")
+    msg = f"{name} must be a list of texts, not {shown(values)}"
+    raise InvalidInputError(msg, hint=f"write {name}=[{one}]")
 
 
 def check_metric_name(name: str) -> str:
@@ -158,9 +169,10 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
     """
     _check_json(metadata, "metadata", 0)
     try:
-        data = msgspec.json.encode(metadata, order="sorted")
-    except (UnicodeEncodeError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"metadata cannot be written as JSON: {error}") from error
+        data = msgspec.json.encode(metadata, enc_hook=plain_value, order="sorted")
+    except Exception as error:
+        msg = f"metadata cannot be written as JSON: {shown(error, 200)}"
+        raise InvalidInputError(msg) from error
     if len(data) > limits.METADATA_BYTES_MAX:
         msg = f"metadata takes {len(data)} bytes as JSON, more than {limits.METADATA_BYTES_MAX}"
         raise LimitError(msg, hint="save large things as part of the state")
@@ -184,8 +196,8 @@ def check_metadata_json(data: bytes) -> None:
 
 
 def _check_name(name: str, what: str, chars_max: int) -> None:
-    if not name or type(name) is not str:
-        raise InvalidInputError(f"{what} must be text that is not empty, not {name!r}")
+    if type(name) is not str or not name:
+        raise InvalidInputError(f"{what} must be text that is not empty, not {shown(name)}")
     if len(name) > chars_max:
         msg = f"{what} of {len(name)} characters: {name[:40]!r}...; {chars_max} are allowed"
         raise InvalidInputError(msg)
@@ -199,8 +211,8 @@ def _check_name(name: str, what: str, chars_max: int) -> None:
 
 
 def _check_printable(name: str, what: str, chars_max: int) -> str:
-    if not name or type(name) is not str or len(name) > chars_max:
-        msg = f"{what} must be text of 1 to {chars_max} characters, not {str(name)[:40]!r}"
+    if type(name) is not str or not name or len(name) > chars_max:
+        msg = f"{what} must be text of 1 to {chars_max} characters, not {shown(name, 40)}"
         raise InvalidInputError(msg)
     if not name.isprintable() or name != name.strip():
         msg = f"{what} {name!r} holds characters that do not print, or begins or ends in a space"
@@ -212,29 +224,31 @@ def _check_json(value: object, path: str, depth: int) -> None:
     """Walk `value`, bounded in depth, and refuse what JSON would lose."""
     if depth > limits.METADATA_DEPTH_MAX:
         raise LimitError(f"{path[:200]} is nested deeper than {limits.METADATA_DEPTH_MAX}")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidInputError(f"{path}: the key {key!r} is not text")
-            _check_json(item, f"{path}.{key}", depth + 1)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
+    kind = type(value)
+    if issubclass(kind, Mapping):
+        for key, item in entries_of(value, path).items():
+            if not issubclass(type(key), str):
+                raise InvalidInputError(f"{path}: the key {shown(key)} is not text")
+            _check_json(item, f"{path}.{str.__str__(key)}", depth + 1)
+    elif issubclass(kind, list | tuple):
+        base = list if issubclass(kind, list) else tuple
+        for index, item in enumerate(base.__iter__(value)):  # type: ignore[arg-type]
             _check_json(item, f"{path}[{index}]", depth + 1)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            msg = f"{path} is {value}, which JSON cannot hold"
+    elif issubclass(kind, float):
+        if not math.isfinite(value):  # type: ignore[arg-type]
+            msg = f"{path} is {shown(value)}, which JSON cannot hold"
             raise InvalidInputError(msg, hint="write it as text")
-    elif not (value is None or isinstance(value, str | int)):
-        msg = f"{path} is a {type(value).__name__}, which JSON cannot hold"
-        raise InvalidInputError(msg, hint=_instead(value))
+    elif not (value is None or issubclass(kind, str | int)):
+        msg = f"{path} is a {kind.__name__}, which JSON cannot hold"
+        raise InvalidInputError(msg, hint=_instead(kind))
 
 
-def _instead(value: object) -> str:
+def _instead(kind: type) -> str:
     """Return what to write instead of something that JSON cannot hold."""
-    if hasattr(value, "__fspath__"):
+    if hasattr(kind, "__fspath__"):
         return "write str(path)"
-    if isinstance(value, set | frozenset):
+    if issubclass(kind, set | frozenset):
         return "write sorted(...)"
-    if hasattr(value, "item"):
+    if hasattr(kind, "item"):
         return "write a plain number: .item(); or save it as part of the state"
     return "text, numbers, lists and dicts with text keys; or save it as part of the state"

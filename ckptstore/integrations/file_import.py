@@ -314,7 +314,8 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
     if zipped:
         check_archive(path, path.stat().st_size, str(path))
     try:
-        with warnings.catch_warnings():
+        version = torch.torch_version.TorchVersion  # that of many trainers' files: a text
+        with warnings.catch_warnings(), torch.serialization.safe_globals([version]):
             warnings.simplefilter("ignore")  # about old storage classes in old files
             state = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except OSError:

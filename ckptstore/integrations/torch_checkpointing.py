@@ -31,7 +31,7 @@ from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.roles import RoleRules
+from ckptstore.format.roles import role_of_name
 from ckptstore.integrations.arguments import check_run_name, check_store
 from ckptstore.integrations.file_streams import FileWriter, reading
 from ckptstore.integrations.libraries import library
@@ -381,5 +381,4 @@ def _ids(table: PieceTable) -> Iterator[bytes]:
 
 def _role(name: str) -> str:
     """Return the role of a file; the metadata, which weights cannot be read without, is one."""
-    role = RoleRules()((posixpath.basename(name),))
-    return "weights" if role == "extra" else role
+    return role_of_name(posixpath.basename(name).partition(".")[0])

@@ -17,8 +17,6 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from ckptstore.errors import InvalidInputError, MissingDependencyError
-from ckptstore.format.paths import Pattern
-from ckptstore.format.roles import RoleRules
 from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.dcp.reader import CkptStoreReader
 from ckptstore.integrations.dcp.writer import CkptStoreWriter
@@ -96,8 +94,7 @@ class CkptStoreManager(titan.CheckpointManager):  # type: ignore[misc]  # not fo
         """
         del to_hf  # refused at the beginning
         step = int(checkpoint_id.rpartition("step-")[2])
-        rules: dict[Pattern, str] = {(key,): RoleRules()((key,)) for key in self.states}
-        writer = CkptStoreWriter(self._run, step=step, roles={**rules, "*": "weights"})
+        writer = CkptStoreWriter(self._run, step=step)
         words: dict[str, Any] = {"state_dict": state_dict, "storage_writer": writer}
         saving = None
         if async_mode == titan.AsyncMode.DISABLED:

@@ -65,8 +65,8 @@ def find_weights(content: Content) -> list[FileTensor]:
     leaves = [leaf for leaf in content.leaves if leaf.kind not in _LEFT_OUT]
     below = [leaf for leaf in leaves if leaf.path[:1] == ("model",) and len(leaf.path) > 1]
     if not below:
-        records = content.manifest.tensors
-        by_role = (leaf for leaf in leaves if records[leaf.index].role == "weights")
+        judged = content.judged()
+        by_role = (leaf for leaf in leaves if judged[leaf.index].role == "weights")
         leaves = [leaf for leaf in by_role if leaf.path[:1] != (BESIDE,)]
     found: dict[object, FileTensor] = {}
     for leaf in below or leaves:

@@ -98,7 +98,8 @@ def annotate(
         It could not be committed.
     """
     version = named_version(self.repo, ref)
-    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics or {}, metadata))
+    given = {} if metrics is None else metrics
+    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, given, metadata))
     return self.repo.catalog.version(version.id)
 
 
@@ -148,7 +149,8 @@ def keep(
     rules: list[Rule] = [] if last is None else [Last(last)]
     rules += [] if best is None else [Best(best, name) for name in metrics]
     wanted = Policy(full=tuple(rules))
-    own = Policy.from_json(info.policy) if info and info.policy else None
+    stored = {key: x for key, x in ((info and info.policy) or {}).items() if key != "roles"}
+    own = Policy.from_json(stored) if stored else None
     if own == wanted:
         return
     kind = (Last, Best)

@@ -11,6 +11,7 @@ from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.errors import CkptStoreError, InvalidInputError, InvalidRefError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.names import entries_of
 from ckptstore.model import RunInfo, Version, versions_table
 from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import loading, resume_check, retaining
@@ -235,10 +236,10 @@ class Run(Shown):
             run=self.name,
             step=step,
             directions=self._directions,
-            metrics=metrics or {},
+            metrics={} if metrics is None else metrics,
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
-            roles=roles or {},
+            roles=self._roles(roles),
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
@@ -325,10 +326,10 @@ class Run(Shown):
             run=self.name,
             step=step,
             directions=self._directions,
-            metrics=metrics or {},
+            metrics={} if metrics is None else metrics,
             tags=tags,
             metadata=self._session.metadata(self.name, metadata),
-            roles=roles or {},
+            roles=self._roles(roles),
             encodings=self._rules(encodings),
             codec=codec or self._session.repo.options.codec,
             derive=derive,
@@ -343,6 +344,13 @@ class Run(Shown):
         if not pending.skipped:
             resume_check.saved(self._session.repo, self.name, pending.step, pending.version_id)
         return pending
+
+    def _roles(self, given: Mapping[Pattern, str] | None) -> dict[Pattern, str]:
+        """Return the patterns that hold for a save: those that are fixed for the run come first."""
+        from ckptstore.catalog.retention import fixed_roles
+
+        fixed = fixed_roles(self._session.repo.catalog, self.name)
+        return {**fixed, **({} if given is None else entries_of(given, "roles")), **fixed}
 
     def _rules(self, encodings: Encodings | None) -> EncodingRules:
         """Return the rules that hold for a save: its own, this object's, or the run's policy's."""

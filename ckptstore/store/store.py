@@ -133,6 +133,7 @@ class Store(Shown):
         write_back: str | None = None,
         keep_last: int | None = None,
         keep_best: int | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> Run:
         """Return a run to save to or load from; it appears in the catalog with its first save.
 
@@ -148,6 +149,9 @@ class Store(Shown):
         keep_last, keep_best
             Keep the newest N versions, and the best N by each metric, and delete others after each
             save. Tagged and pinned ones stay. Deleted ones can be undeleted until :meth:`gc`.
+        roles
+            Pattern of paths to the role of such tensors: stored, and from then on valid for the
+            run's saves and for all versions that it has; see :meth:`Run.save`. ``{}`` ends that.
 
         Raises
         ------
@@ -172,6 +176,10 @@ class Store(Shown):
             run_ops.ensure_run(known(self.repo), name, wanted)
         if keeps:
             retaining.keep(self.repo, name, wanted, last=keep_last, best=keep_best)
+        if roles is not None:
+            from ckptstore.maintenance.retention.retain import set_policy
+
+            set_policy(self.repo, name, {"roles": roles}, directions=wanted)
         if write_back is not None:
             self.write_back(write_back, runs=[name])
         return made

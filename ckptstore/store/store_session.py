@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError
 from ckptstore.events import Events
+from ckptstore.format.names import entries_of
 from ckptstore.model import Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
@@ -87,7 +88,8 @@ class Session:
     def metadata(self, run: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Return the metadata of a save: the given, and the trackers that log the run."""
         trackers = {kind: about for (of, kind), about in list(self.trackers.items()) if of == run}
-        return {"trackers": trackers, **(given or {})} if trackers else given or {}
+        given = {} if given is None else given
+        return {"trackers": trackers, **entries_of(given, "metadata")} if trackers else given
 
     def close(self) -> None:
         """Wait for what is under way, then close; see :meth:`ckptstore.Store.close`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ckptstore.errors import CorruptObjectError, InvalidInputError, StateError
+from ckptstore.shown import shown
 from ckptstore.tensors.composed import build_subclass, describe_subclass
 
 
@@ -84,8 +85,8 @@ def adapters_by_name(adapters: Sequence[TypeAdapter]) -> dict[str, TypeAdapter]:
     """
     found: dict[str, TypeAdapter] = {}
     for adapter in adapters:
-        if not isinstance(adapter, TypeAdapter):
-            raise InvalidInputError(f"{adapter!r} is not a TypeAdapter")
+        if not issubclass(type(adapter), TypeAdapter):
+            raise InvalidInputError(f"{shown(adapter)} is not a TypeAdapter")
         if not adapter.name or len(adapter.name) > 200:
             raise InvalidInputError("the name of an adapter must have 1 to 200 characters")
         if adapter.name in found:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import datetime as dt
 import enum
+import logging
 import pathlib
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -26,6 +29,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node, text_node
 from ckptstore.format.skeleton_check import validate
+from ckptstore.shown import plain_value, shown
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
@@ -112,7 +116,7 @@ class _Walker:
             if handler is None and self._plain and is_record(value):
                 handler = _Walker.on_record
             if handler is None:
-                raise refusal(value, path)
+                return self.walk(_plain(value, path), path, depth)
         return handler(self, value, path, depth)
 
     def resolve(self) -> tuple[SourceTensor, ...]:
@@ -156,8 +160,8 @@ class _Walker:
     def on_default(self, value: defaultdict[Any, Any], path: Path, depth: int) -> Node:
         """Represent a defaultdict, whose factory must be a plain type."""
         factory = value.default_factory
-        if factory is not None and factory not in _FACTORIES:
-            msg = f"{path_text(path)!r} is a defaultdict with the factory {factory!r}"
+        if factory is not None and not any(factory is one for one in _FACTORIES):
+            msg = f"{path_text(path)!r} is a defaultdict with the factory {shown(factory)}"
             hint = "only int, float, str, bool, bytes, list, dict, set and tuple can be stored"
             raise StateError(msg, hint=hint)
         name = None if factory is None else getattr(factory, "__name__", "")
@@ -175,7 +179,8 @@ class _Walker:
         try:
             payload = adapter.to_state(value)
         except Exception as error:
-            msg = f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
+            said = shown(error, 200)
+            msg = f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {said}"
             raise StateError(msg) from error
         self._kept.append(payload)
         if payload is value:
@@ -187,7 +192,11 @@ class _Walker:
     def on_record(self, value: Any, path: Path, depth: int) -> Node:  # noqa: ANN401 - of any class
         """Represent a dataclass, an enum or a namespace by its plain value, without its class."""
         self._enter(value, path, depth)
-        plain = value.value if isinstance(value, enum.Enum) else fields_of(value)
+        try:
+            plain = value.value if isinstance(value, enum.Enum) else fields_of(value)
+        except Exception as error:
+            msg = f"{path_text(path)!r}: a field of it cannot be read: {shown(error, 200)}"
+            raise StateError(msg, hint="save a dict of the fields") from error
         self._kept.append(plain)
         node = self.walk(plain, path, depth + 1)
         self._open.discard(id(value))
@@ -334,7 +343,7 @@ def _int_node(value: int, path: Path) -> Node:
     """
     if -(1 << 63) <= value < (1 << 63):
         return value
-    if value.bit_length() > limits.INT_DIGITS_MAX * 3:
+    if not -_INT_END < value < _INT_END:
         msg = f"{path_text(path)!r} is an integer of {value.bit_length()} bits"
         raise StateError(msg, hint="keep it as bytes (int.to_bytes)")
     return ["i", str(value)]
@@ -357,7 +366,11 @@ def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: A
         return key  # type: ignore[no-any-return]
     if kind is tuple:
         return ["t", *(_key_node(item, path, where) for item in key)]
-    msg = f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}"
+    if kind is not float:
+        with suppress(TypeError):
+            return _key_node(plain_value(key), path, where)
+    told = f"{shown(key)}, a {kind.__module__}.{kind.__qualname__}"
+    msg = f"{path_text(path)!r}: {where} it is {told}"
     hint = "keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples"
     raise StateError(msg, hint=hint)
 
@@ -377,7 +390,7 @@ def _datetime_node(value: dt.datetime, path: Path) -> Node:
         Its zone is more than an offset from UTC.
     """
     if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        msg = f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}"
+        msg = f"{path_text(path)!r} is a datetime in the zone {shown(value.tzinfo)}"
         raise StateError(msg, hint="convert it to UTC: value.astimezone(datetime.timezone.utc)")
     return ["dm", value.isoformat(), value.fold]
 
@@ -407,8 +420,33 @@ def _flags(tensor: torch.Tensor, path: Path) -> int:
 
 def _family(value: object) -> Callable[[_Walker, Any, Path, int], Node] | None:
     """Return the handler of a value whose class is not listed, but has a listed base."""
-    families = (item for item in _FAMILIES.items() if isinstance(value, item[0]))
+    families = (item for item in _FAMILIES.items() if issubclass(type(value), item[0]))
     return next((handler for _, handler in families), None)
+
+
+def _plain(value: object, path: Path) -> object:
+    """Return the value of an object whose class adds nothing to it; logs each class once.
+
+    Raises
+    ------
+    StateError
+        Its class adds something, or is another one.
+    """
+    try:
+        plain = plain_value(value)
+    except TypeError:
+        raise refusal(value, path) from None
+    kind = type(value)
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        _log.warning("%r is a %s: stored as %s", path_text(path), name, type(plain).__name__)
+    return plain
+
+
+_TOLD: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+_log = logging.getLogger("ckptstore")
+_INT_END: Final = 10**limits.INT_DIGITS_MAX
 
 
 _PLAIN: Final = frozenset({type(None), bool, float})

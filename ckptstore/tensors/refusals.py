@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import types
@@ -20,14 +21,14 @@ _OF = "pass adapters=[TypeAdapter.of(its class)] on save and on load"
 
 def is_record(value: object) -> bool:
     """Return whether ``plain=True`` stores a value without its class."""
-    if isinstance(value, enum.Enum | types.SimpleNamespace | argparse.Namespace):
-        return True
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    kind = type(value)
+    records = (enum.Enum, types.SimpleNamespace, argparse.Namespace)
+    return issubclass(kind, records) or dataclasses.is_dataclass(kind)
 
 
 def fields_of(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass or a namespace
     """Return the fields of a dataclass or a namespace by name; nested ones as they are."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(type(value)):
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     return dict(vars(value))
 
@@ -37,39 +38,42 @@ def refusal(value: object, path: Path) -> StateError:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     where = repr(path_text(path)) if path else "the state itself"
-    reason, hint = _why(value)
+    reason, hint = "", _ADAPTER
+    with contextlib.suppress(Exception):  # of a tensor of a foreign class; others are not asked
+        reason, hint = _why(value, kind)
     return StateError(f"{where} is a {name}, which cannot be stored{reason}", hint=hint)
 
 
-def _why(value: Any) -> tuple[str, str]:  # noqa: ANN401 - anything at all
-    if isinstance(value, torch.Tensor):
+def _why(value: Any, kind: type) -> tuple[str, str]:  # noqa: ANN401 - anything at all
+    """Return why a value is refused, and what to do; asks nothing but its class."""
+    if issubclass(kind, torch.Tensor):
         return _why_tensor(value)
-    if type(value).__module__.partition(".")[0] in ("jax", "jaxlib", "flax", "optax"):
+    if str(kind.__module__).partition(".")[0] in ("jax", "jaxlib", "flax", "optax"):
         return "", "save state_of(tree) of ckptstore.integrations.jax"
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    if issubclass(kind, torch.nn.Module | torch.optim.Optimizer):
         return "", "save its state_dict()"
-    if callable(getattr(value, "state_dict", None)):
+    if callable(getattr(kind, "state_dict", None)):
         return "", "save its state_dict(), or pass a TypeAdapter for its type"
     code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-    if isinstance(value, code):
+    if issubclass(kind, code):
         hint = "leave it out and set it again after loading (a scheduler's lr_lambda, for example)"
         return ": code is never stored", hint
-    if isinstance(value, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         return "", "save its bit_generator.state"
-    if isinstance(value, np.random.RandomState) or hasattr(value, "getstate"):
+    if issubclass(kind, np.random.RandomState) or hasattr(kind, "getstate"):
         return "", "save what its get_state() or getstate() returns"
-    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+    if issubclass(kind, torch.UntypedStorage | torch.TypedStorage):
         return "", "save a tensor over it"
-    if isinstance(value, np.ndarray):
+    if issubclass(kind, np.ndarray):
         return ": only plain arrays are", "save numpy.asarray(value), and a mask beside it"
-    if isinstance(value, enum.Enum):
+    if issubclass(kind, enum.Enum):
         return "", f"save its value or name (plain=True does), or {_OF}"
     if is_record(value):
         return "", f"save its fields as a dict (plain=True does), or {_OF}"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return ": its class would be lost", f"save tuple(value), or {_OF}"
     for plain in (dict, tuple, list, str, int, float, bytes):
-        if isinstance(value, plain):
+        if issubclass(kind, plain):
             name = plain.__name__
             hint = f"save {name}(value), or pass a TypeAdapter for its type"
             return f": its class would be lost (only {name} itself is)", hint

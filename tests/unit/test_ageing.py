@@ -13,9 +13,18 @@ import torch
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.content_ops import Condemn, Relocate
-from ckptstore.errors import CondemnedError, PolicyError, StorageError, VersionNotFoundError
+from ckptstore.checkpoint.content import read_content
+from ckptstore.errors import (
+    CondemnedError,
+    InvalidInputError,
+    PolicyError,
+    StorageError,
+    VersionNotFoundError,
+)
 from ckptstore.maintenance.retention import retain as retention_module
+from ckptstore.maintenance.retention.reduce import roles_of
 from ckptstore.repo import create_on
+from ckptstore.serving.weight_files import find_weights
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 
@@ -156,17 +165,86 @@ def test_the_head_and_pins_are_not_reduced(store: ckptstore.Store) -> None:
 
 
 def test_a_state_without_weights_is_not_reduced_to_nothing(store: ckptstore.Store) -> None:
-    """Who keeps tensors under keys that no convention knows learns it before they are gone."""
+    """Who says that all tensors are something else learns it before they are gone."""
     run = store.run("odd")
-    run.save({"things": {"a": torch.ones(3)}}, step=1)
+    run.save({"things": {"a": torch.ones(3)}}, step=1, roles={"things": "extra"})
     run.save({"things": {"a": torch.ones(3)}}, step=2)
     with pytest.raises(PolicyError, match="no tensors of role weights"):
         store.age(["odd@1"], "weights")
-    run.save({"things": {"a": torch.ones(3)}, "b": torch.ones(2)}, step=3,
-             roles={"things.*": "weights"})  # fmt: skip
+    run.save({"things": {"a": torch.ones(3)}, "b": torch.ones(2)}, step=3, roles={"b": "extra"})
     run.save({"x": 1}, step=4)
     store.age(["odd@3"], "weights")
     assert list(run.load(3)) == ["things"]
+
+
+def _two_networks(store: ckptstore.Store, name: str, **words: Any) -> ckptstore.Run:  # noqa: ANN401
+    run = store.run(name)
+    for step in (1, 2):
+        state = {"generator": torch.randn(50, 9), "mpd": {"w": torch.randn(50, 8)}}
+        optimizer = {"state": {0: {"exp_avg": torch.ones(50, 9)}}, "param_groups": []}
+        run.save({**state, "optim_g": optimizer, "epoch": step}, step=step, **words)
+    return run
+
+
+def test_what_goes_is_told_before_and_after(
+    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A preview, a report, both logs and a preview of one version name each part, with bytes."""
+    run, policy = _two_networks(store, "gan"), {"full": "last 1", "weights": "all"}
+    first, _ = run.versions()
+    told = {first.id: {"optim_g": 50 * 9 * 4}}
+    assert run.retain(policy, dry_run=True).dropped == told
+    assert run.retain(policy, dry_run=True, quick=True).dropped == {}
+    (removal,) = store.remove(["gan@1"], keep="weights", dry_run=True)
+    assert removal.dropped == told[first.id]
+    with caplog.at_level("INFO", logger="ckptstore"):
+        report = run.retain(policy)
+    assert report.dropped == told
+    assert "optim_g (1.76 KiB)" in caplog.text
+    assert "optim_g (1.76 KiB)" in str(report._repr_html_())
+    (move,) = (op for op in store.log()[-1].ops if isinstance(op, Relocate))
+    assert move.dropped == told[first.id]
+    assert list(run.load(1)) == ["generator", "mpd", "epoch"]
+
+
+def test_networks_that_an_older_rule_did_not_know_stay(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role of an older rule takes no network away, by ageing, a fork or what is served."""
+    monkeypatch.setattr("ckptstore.checkpoint.write.RULE", 1)
+    old = _two_networks(store, "old", roles={"mpd": "extra"})
+    store.fork("old@1", "part", roles=["weights"])
+    assert list(store.load("part")) == ["generator", "mpd"]
+    read = read_content(store.repo.manifests.load(store.resolve("old@1")))
+    assert [one.name for one in find_weights(read)] == ["generator", "mpd.w"]
+    store.age(["old@1"], "weights")
+    assert list(old.load(1)) == ["generator", "mpd", "epoch"]
+
+
+def test_roles_that_are_fixed_for_a_run(store: ckptstore.Store) -> None:
+    """They hold for versions that are there and for those to come, and outlive each policy."""
+    run = _two_networks(store, "gan", roles={"generator": "data"})
+    count = len(store.log())
+    for _ in range(2):
+        run = store.run("gan", roles={"mpd": "extra", "generator": "weights"})
+    assert len(store.log()) == count + 1
+    run.set_policy({"full": "last 1", "weights": "all"})
+    run.set_policy(None)
+    store.run("gan", keep_last=1)
+    assert roles_of(store.repo, store.resolve("gan@2")).keys() == {
+        (("generator",), "weights", "roles= of generator"),
+        (("mpd",), "extra", "roles= of mpd"),
+        (("optim_g",), "optimizer", "it has state and param_groups"),
+    }
+    saved = run.save({"mpd": torch.ones(2), "generator": torch.ones(3)}, step=3)
+    assert {role: part.logical for role, part in saved.roles.items()} == {"extra": 8, "weights": 12}
+    store.age(["gan@2"], "weights")
+    assert list(run.load(2)) == ["generator", "epoch"]
+    store.run("gan", roles={})
+    assert store.repo.catalog.run("gan").policy == {"full": ["last 1"]}
+    for bad in ({"mpd": "weight"}, {3: "weights"}, ["mpd"]):
+        with pytest.raises(InvalidInputError, match="role"):
+            store.run("gan", roles=bad)  # type: ignore[arg-type]
 
 
 def test_a_weight_that_the_optimizer_came_first_with_stays(store: ckptstore.Store) -> None:

@@ -446,8 +446,8 @@ def test_what_does_not_fit_the_level_is_refused(store: ckptstore.Store) -> None:
     with pytest.raises(InvalidInputError, match="fp8_e5m2 is not for ageing"):
         store.age(["gpt@1"], "weights-int8", lossy="fp8_e5m2")
     odd = store.run("odd")
-    odd.save({"things": {"a": torch.ones(3)}}, step=1)
-    odd.save({"things": {"a": torch.ones(3)}}, step=2)
+    for step in (1, 2):
+        odd.save({"things": {"a": torch.ones(3)}}, step=step, roles={"*": "extra"})
     with pytest.raises(PolicyError, match="no tensors of role weights"):
         store.age(["odd@1"], "weights-int8")
     plan = store.retain({"full": "last 1", "weights-bf16": "all"}, run="odd", dry_run=True)

@@ -134,8 +134,7 @@ def test_everything_reads_a_version_of_parts(store: Store, tmp_path: Path) -> No
     assert store.verify().ok
     assert version.receipt["ranks_count"] == 3
     assert {role: size.logical for role, size in version.roles.items()} == {
-        "weights": sum(whole.nbytes for whole in WHOLE.values()),
-        "extra": 8,
+        "weights": sum(whole.nbytes for whole in WHOLE.values()) + 8
     }
 
 

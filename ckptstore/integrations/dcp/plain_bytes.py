@@ -51,7 +51,7 @@ def _is_own(planner: object, name: str, kind: type) -> bool:
 
 
 def unpickled(data: io.BytesIO) -> Any:  # any value
-    """Return the result of ``torch.load`` on a pickle of plain values, BytesIO among them.
+    """Return the result of ``torch.load`` on a pickle of plain values, BytesIO and versions too.
 
     Raises
     ------
@@ -60,11 +60,9 @@ def unpickled(data: io.BytesIO) -> Any:  # any value
     """
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "BytesIO" not in str(error):
-            raise
+    except pickle.UnpicklingError:
         data.seek(0)
-        with torch.serialization.safe_globals([io.BytesIO]):
+        with torch.serialization.safe_globals([io.BytesIO, torch.torch_version.TorchVersion]):
             return torch.load(data, map_location="cpu", weights_only=True)
 
 

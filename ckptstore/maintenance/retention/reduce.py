@@ -1,9 +1,10 @@
 """The part of a version that a level keeps: its manifest, and packs of rewritten tensors.
 
-The weights part is: the tensors of role ``weights``, as the roles were when they were saved; and
-plain values, but those of a part of the state whose tensors all go, or which the conventions of
-:mod:`ckptstore.format.roles` count to the optimizer, the generators or the data. A tensor that
-the weights share with another part of the state stays with the weights.
+The weights part is: the tensors of role ``weights``, by the roles that are fixed for the run, then
+as the roles were when they were saved; and plain values, but those of a part of the state whose
+tensors all go, or which :mod:`ckptstore.format.roles` counts to the optimizer, the generators or
+the data. A role that an older rule gave does not make a tensor go. A tensor that the weights share
+with another part of the state stays with the weights.
 
 Tensors stay where they lie wherever they can. Two kinds must be written: those that the level
 rounds, and those that follow from a tensor that goes, such as bfloat16 weights stored as
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
+from ckptstore.catalog.retention import fixed_roles
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.encoded_sources import source_of
 from ckptstore.checkpoint.selection import part_of
@@ -37,8 +39,8 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.format.paths import Path
-from ckptstore.format.roles import RoleRules
+from ckptstore.format.paths import Path, Pattern, path_text
+from ckptstore.format.roles import Judgement, RoleRules
 from ckptstore.format.skeleton import prune
 from ckptstore.maintenance.retention.round_tensor import Coding, round_tensor, wanted
 from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
@@ -67,6 +69,8 @@ class Lowered:
     roles: dict[str, RoleBytes]
     rounding: Rounding | None
     """The result for its tensors; None if none had to be written."""
+    dropped: Mapping[str, int]
+    """Name to bytes in memory of the parts of the state that go."""
     reclaimable_bytes: int
     """Stored bytes that no longer have to be kept for it, less what was written. Below 0 where
     other versions go on to need the replaced pieces."""
@@ -101,8 +105,7 @@ def lower(
     StorageError
         The storage failed; nothing has changed.
     """
-    held = repo.manifests.load(version)
-    part = weights_part(held) if version.level == "full" else held
+    part, dropped = weights_of(repo, version)
     manifest, work = part, None
     if target.encodings or (part.sources and _orphans(read_content(part))):
         content = read_content(part)
@@ -123,6 +126,7 @@ def lower(
         manifest=manifest,
         roles=_roles(manifest, version, work),
         rounding=rounding,
+        dropped=dropped,
         reclaimable_bytes=_reclaimable(version, rounding),
     )
 
@@ -196,29 +200,65 @@ class _Nowhere(ObjectWriter):
         """Do nothing."""
 
 
-def weights_part(manifest: Manifest) -> Manifest:
-    """Return the manifest of what of a state is weights; see the module for what that is."""
+def roles_of(repo: Repo, version: Version) -> dict[Judgement, int]:
+    """Return the parts of a state that hold tensors, with roles and reasons: bytes in memory.
+
+    Raises
+    ------
+    VersionNotFoundError
+        Only the record of the version is left.
+    CorruptObjectError
+        The version's manifest is damaged.
+    StorageError
+        The storage failed.
+    """
+    content = read_content(repo.manifests.load(version))
+    found: Counter[Judgement] = Counter()
+    for index, part in content.judged(fixed_roles(repo.catalog, version.run)).items():
+        found[part] += content.manifest.tensors[index].nbytes
+    return dict(found)
+
+
+def weights_of(repo: Repo, version: Version) -> tuple[Manifest, dict[str, int]]:
+    """Return the manifest of the weights part of a version; and what goes, name to bytes.
+
+    Raises
+    ------
+    CorruptObjectError
+        The version's manifest is damaged.
+    StorageError
+        The storage failed.
+    """
+    manifest = repo.manifests.load(version)
+    if version.level != "full":
+        return manifest, {}
     content = read_content(manifest)
-    wanted, roles = _weights(content)
-    return part_of(manifest, prune(content.node, wanted), roles=roles)
+    wanted, roles, dropped = _weights(content, fixed_roles(repo.catalog, version.run))
+    return part_of(manifest, prune(content.node, wanted), roles=roles), dropped
 
 
-def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
-    """Return a test for leaves of the weights part, and tensors that take on their role."""
-    paths = [leaf.path for leaf in content.leaves]
+def _weights(
+    content: Content, fixed: Mapping[Pattern, str]
+) -> tuple[Callable[[Path], bool], dict[int, str], dict[str, int]]:
+    """Return a test for leaves of the weights part, tensors that take on their role, what goes."""
+    manifest, paths = content.manifest, [leaf.path for leaf in content.leaves]
     by_index: dict[int, list[Path]] = {}
     for leaf in content.leaves:
         by_index.setdefault(leaf.index, []).append(leaf.path)
-    firsts = [found[0] for found in by_index.values()]
-    rules = RoleRules(flat=RoleRules.is_flat(firsts))
+    judged = content.judged(fixed)
+    rules = RoleRules(fixed, node=content.node, records=manifest.tensors)
     kept: set[Path] = set()
     changed: dict[int, str] = {}
-    for index, found in by_index.items():
-        if content.manifest.tensors[index].role == "weights":
-            # Further paths of a weight may lie in the optimizer, say; the first one decided.
-            kept.update(p for p in found if p == found[0] or rules(p) in ("weights", "extra"))
-        elif len(found) > 1 and any(rules(path) == "weights" for path in found):
-            kept.update(path for path in found if rules(path) == "weights")
+    dropped: Counter[str] = Counter()
+    for index, (first, *others) in by_index.items():
+        record = manifest.tensors[index]
+        # Further paths of a weight may lie in the optimizer, say, and the other way round.
+        stay = [path for path in others if rules(path) == "weights"]
+        stay += [first] if judged[index].role == "weights" else []
+        kept.update(stay)
+        if not stay:
+            dropped[path_text(judged[index].place or first)] += record.nbytes
+        elif record.role != "weights":
             changed[index] = "weights"
     gone = _prefixes(paths) - _prefixes(kept)
     tensors = set(paths)
@@ -233,7 +273,7 @@ def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
             fate[parent] = not any(parent[:length] in gone for length in range(1, len(path)))
         return fate[parent] and path not in gone and rules(path) in ("weights", "extra")
 
-    return wanted, changed
+    return wanted, changed, dict(dropped)
 
 
 def _prefixes(paths: Sequence[Path] | set[Path]) -> set[Path]:

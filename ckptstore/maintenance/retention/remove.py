@@ -6,8 +6,8 @@ until then a removed version can come back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckptstore import errors
 from ckptstore.catalog import lifecycle_ops
@@ -34,6 +34,8 @@ class Removal:
     since other versions may share a part of them."""
     rounding: Rounding | None = None
     """Result of rounding its weights, where that was measured."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Parts of its state that a reduction to weights takes away, by name: bytes in memory."""
 
 
 def remove(

@@ -13,10 +13,11 @@ was.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptstore import limits
 from ckptstore.backends.transfers import operation
@@ -35,12 +36,12 @@ from ckptstore.errors import InvalidInputError, PolicyError, StorageFullError
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.relocate import record_move, relocate, relocating, write_move
 from ckptstore.maintenance.core.storage_times import Clock, StorageTimes
-from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
+from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh, weights_of
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.shown import HtmlTable, Shown, bytes_text
+from ckptstore.shown import HtmlTable, Shown, bytes_text, parts_text
 
 _log = logging.getLogger("ckptstore")
 
@@ -54,6 +55,8 @@ _RECENT = 2
 """Versions that were written just before, whose pieces are looked through for equal ones."""
 _NAMED = 5
 """Tensors that a warning names."""
+_TOLD = 12
+"""Parts of a state that the log names, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -67,6 +70,9 @@ class RetainReport(Shown):
     """Numbers of the commits that carried it out."""
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Version id to what became of its weights, or would, where they were read for it."""
+    dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Version id to the parts of its state that a reduction to weights takes away, by name: bytes
+    in memory. Nothing is known of them after ``quick``."""
     clock: Clock = ""
     """The clock that rules of time went by: ``storage``; ``machine``, this one's, in a dry run
     where nothing may be written; empty if no rule asked."""
@@ -77,8 +83,14 @@ class RetainReport(Shown):
         title = f"{dry}{gone} deleted, {len(self.changes) - gone} reduced"
         title += f", {bytes_text(self.reclaimable_bytes)} for gc to free"
         every = [one for plan in self.plans for one in reversed(plan.decisions)]
-        rows = [(one.version.label, one.fate, "; ".join(one.reasons)) for one in every]
-        return HtmlTable(title=title, columns=("VERSION", "KEPT", "WHY"), rows=rows)
+        rows = [
+            (one.version.label, one.fate, "; ".join(one.reasons), self.drops(one)) for one in every
+        ]
+        return HtmlTable(title=title, columns=("VERSION", "KEPT", "WHY", "DROPS"), rows=rows)
+
+    def drops(self, decision: Decision) -> str:
+        """Return as text what a decision takes away of the state of a version."""
+        return parts_text(self.dropped.get(decision.version.id, {}))
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -110,10 +122,11 @@ def check_policy(policy: AnyPolicy) -> Policy:
     PolicyError
         It has no rule, and no encoding.
     """
-    found = policy if isinstance(policy, Policy) else Policy.from_json(policy)
-    if not found.encodings:
-        found.check()
-    return found
+    if not isinstance(policy, Policy):
+        return Policy.from_json(policy)
+    if not policy.encodings and not policy.roles:
+        policy.check()
+    return policy
 
 
 def set_policy(
@@ -121,30 +134,39 @@ def set_policy(
 ) -> None:
     """Store the policy of a run, which is made if it is not there, or of the store.
 
+    Roles that are stored stay unless it has others: a new policy must not lose a network.
+
     Parameters
     ----------
     run
         Empty for the policy of all runs that have none.
     policy
-        None takes it away.
+        None takes it away. One of ``roles`` alone leaves everything else as it is.
 
     Raises
     ------
     InvalidInputError, PolicyError
         The policy is not accepted.
     """
-    value = {} if policy is None else check_policy(policy).to_json()
+    given = {} if policy is None else check_policy(policy).to_json()
+    alone = isinstance(policy, Mapping) and policy.keys() == {"roles"}
 
     def build(now: Catalog) -> list[Op]:
         """Set the policy, of a run that is new with the run itself."""
         made = run_ops.ensure_run(now, run, directions or {}) if run else []
+        old: dict[str, Any] = json.loads(now.own_policy(run) or b"{}")
+        roles = given.get("roles") if alone else given.get("roles", old.get("roles"))
+        value = {**(old if alone else given), "roles": roles}
+        value = {key: part for key, part in value.items() if part}
+        if alone and value == old:
+            return []
         if run and not now.has_run(run):
             store = lifecycle_ops.set_policy(now, "", value)[0]
             assert isinstance(store, SetPolicy)  # noqa: S101 - for the type checker
             return [*made, SetPolicy(run=run, policy=store.policy)]
         return [*made, *lifecycle_ops.set_policy(now, run, value)]
 
-    repo.log.append(build)
+    repo.log.append_any(build)
 
 
 @operation("retain")
@@ -212,6 +234,7 @@ def retain(
         commits=tuple(commits),
         clock=applying.times.clock,
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
+        dropped=applying.dropped,
     )
 
 
@@ -251,6 +274,8 @@ class _Retaining:
     """Ids of those that it has deleted."""
     lowered: dict[str, Lowered] = field(default_factory=dict)
     """Version id to the rest of it, where tensors had to be read to know that."""
+    dropped: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    """As in the report."""
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
         return retention.plan(
@@ -262,7 +287,10 @@ class _Retaining:
         recent: list[PieceTable] = []
         for plan in plans:
             for one in () if plan.refused else plan.changes:
-                if one.fate == "gone" or not (target := target_of(plan, one)).encodings:
+                if one.fate in ("gone", "record"):
+                    continue
+                _, self.dropped[one.version.id] = weights_of(self.repo, one.version)
+                if not (target := target_of(plan, one)).encodings:
                     continue
                 del recent[:-_RECENT]
                 found = weigh(self.repo, one.version, target, recent)
@@ -276,8 +304,10 @@ class _Retaining:
             if commit is not None:
                 numbers.append(commit.number)
                 for (version, _, _), found in self.prepared.items():
-                    if found.lowered is not None and found.lowered.rounding is not None:
-                        self.lowered[version] = found.lowered
+                    if found.lowered is not None:
+                        self.dropped[version] = found.lowered.dropped
+                        if found.lowered.rounding is not None:
+                            self.lowered[version] = found.lowered
                 if self.after is not None and self.free is not None:
                     self.free = {*self.free}.difference(self.after(self.changed, self.gone))
             elif not left:
@@ -423,11 +453,20 @@ def foresee(
         except PolicyError as error:
             obstacle = error.message
         frees, rounding = reclaimable(version, target.level), None
+        dropped: Mapping[str, int] = {}
+        if measure and not obstacle and target.level != "record":
+            _, dropped = weights_of(repo, version)
         if measure and target.encodings and not obstacle:
             lowered = weigh(repo, version, target, recent)
             frees, rounding = lowered.reclaimable_bytes, lowered.rounding
         found.append(
-            Removal(version=version, obstacle=obstacle, reclaimable_bytes=frees, rounding=rounding)
+            Removal(
+                version=version,
+                obstacle=obstacle,
+                reclaimable_bytes=frees,
+                rounding=rounding,
+                dropped=dropped,
+            )
         )
     return found
 
@@ -477,8 +516,13 @@ def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTabl
         raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
     lowered = lower(repo, version, target, recent)
     move = write_move(repo, version, lowered.manifest, level=target.level, roles=lowered.roles)
+    largest = sorted(lowered.dropped.items(), key=lambda item: -item[1])[:_TOLD]
     _warn(version, lowered.rounding)
-    return Prepared(move=move, lowered=lowered)
+    if lowered.dropped:
+        gone = parts_text(lowered.dropped)
+        _log.info("%s is reduced to %s: drops %s", version.label, target.level, gone)
+    dropped = {name[: limits.ROLE_CHARS_MAX]: size for name, size in largest}
+    return Prepared(move=replace(move, dropped=dropped), lowered=lowered)
 
 
 def _warn(version: Version, rounding: Rounding | None) -> None:

@@ -29,7 +29,7 @@ class Colour(enum.IntEnum):
 class Word(str):
     """A text that is more than a text."""
 
-    __slots__ = ()
+    __slots__ = ("source",)
 
 
 class Other(torch.Tensor):
