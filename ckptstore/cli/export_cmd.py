@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from ckptstore.backends.oserrors import translate
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.output import Output
 from ckptstore.cli.session import find_version, opened
@@ -121,25 +119,15 @@ def _model(
     """Write the model of a version as ``save_pretrained`` does; return the folder."""
     from ckptstore.integrations.pretrained import export_pretrained
 
-    ref = f"#{version.id}"
-    if folder.is_dir() and any(folder.iterdir()):
-        if not force:
-            msg = f"the folder {folder} is not empty"
-            raise ConflictError(msg, hint="name a new folder, or replace its files with --force")
-        return export_pretrained(store, ref, folder, merge=merge, **options)
-    try:  # an interrupted command leaves nothing
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
-            made = Path(beside) / "model"
-            export_pretrained(store, ref, made, merge=merge, **options)
-            return made.replace(folder)
-    except OSError as error:
-        raise translate(error, f"writing {folder}", writing=True) from error
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        msg = f"the folder {folder} is not empty"
+        raise ConflictError(msg, hint="name a new folder, or replace its files with --force")
+    return export_pretrained(store, f"#{version.id}", folder, merge=merge, **options)
 
 
 def _tell_folder(output: Output, version: Version, folder: Path) -> None:
     """Print what a folder holds."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
     document = {
         "path": str(folder),

@@ -40,8 +40,8 @@ TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
 _SAFETENSORS: Final = ".safetensors"
 _INDEX: Final = ".index.json"
-_USUAL: Final = frozenset({"model", "pytorch_model", "adapter_model"})
-"""Names that Transformers and PEFT give files of weights, up to the first dot."""
+_USUAL: Final = ("adapter_model", "model", "pytorch_model")
+"""Names that PEFT and Transformers give files of weights, up to the first dot, in their order."""
 _MODEL: Final = "model"
 _ZIP: Final = b"PK\x03\x04"
 
@@ -213,8 +213,12 @@ def _opened(path: Path, step: int | None) -> Iterator[_Read]:
 
 
 def _main_file(folder: Path) -> Path:
-    """Return the index of shards in a folder, or its one file of weights."""
+    """Return a folder's file of weights or index of shards: the one that from_pretrained takes."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for stem in _USUAL if "adapter_config.json" in names else _USUAL[1:]:
+        for suffix in (_SAFETENSORS, f"{_SAFETENSORS}{_INDEX}", ".bin", f".bin{_INDEX}"):
+            if f"{stem}{suffix}" in names:
+                return folder / f"{stem}{suffix}"
     for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
         found = [name for name in names if name.endswith(suffix)]
         if len(found) > 1:
