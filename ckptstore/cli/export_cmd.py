@@ -14,7 +14,6 @@ from ckptstore.cli.store_options import CommonOptions, PathOptions, SourceOption
 from ckptstore.cli.text import bytes_text, counted, listed
 from ckptstore.errors import ConflictError, InvalidInputError
 from ckptstore.model import Version, naming
-from ckptstore.store import Store
 
 _NAMED = 5
 """Paths that the note about what was left out names."""
@@ -79,8 +78,15 @@ def export(
         give(store, replica, source)
         version = find_version(store, ref)
         if pretrained:
+            if path.is_dir() and any(path.iterdir()) and not force:
+                msg = f"the folder {path} is not empty"
+                hint = "name a new folder, or replace an export with --force"
+                raise ConflictError(msg, hint=hint)
+            from ckptstore.integrations.pretrained import export_pretrained
+
             shards: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
-            _tell_folder(output, version, _model(store, version, path, merge, force, shards))
+            made = export_pretrained(store, f"#{version.id}", path, merge=merge, **shards)
+            _tell_folder(output, version, made)
             return
         if deepspeed:
             from ckptstore.integrations.deepspeed_export import export_universal
@@ -111,18 +117,6 @@ def export(
     output.tell(document, text)
     if done.left_out and not options.json:
         output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")
-
-
-def _model(
-    store: Store, version: Version, folder: Path, merge: bool, force: bool, options: dict[str, Any]
-) -> Path:
-    """Write the model of a version as ``save_pretrained`` does; return the folder."""
-    from ckptstore.integrations.pretrained import export_pretrained
-
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        msg = f"the folder {folder} is not empty"
-        raise ConflictError(msg, hint="name a new folder, or replace its files with --force")
-    return export_pretrained(store, f"#{version.id}", folder, merge=merge, **options)
 
 
 def _tell_folder(output: Output, version: Version, folder: Path) -> None:

@@ -22,14 +22,11 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Final
-
-import msgspec
 
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import FOLDER, sync_folder
@@ -51,11 +48,6 @@ _WOULD_WIN: Final = re.compile(
 )
 """Foreign files that ``from_pretrained``, the import or a server reads beside or before others."""
 _HINT: Final = "move it out of the folder, or name a new folder"
-
-
-class _Record(msgspec.Struct):
-    files: list[tuple[str, str]]
-    """Names and BLAKE3 digests; during an export those before and those after it."""
 
 
 @contextmanager
@@ -118,10 +110,7 @@ def _locked(folder: Path, *, new: bool) -> Iterator[None]:
 
 def _finished(made: Path) -> dict[str, str]:
     """Make the files of an export durable, of the mode by the umask; return their digests."""
-    plain = made / RECORD
-    plain.touch()
-    mode = stat.S_IMODE(plain.stat().st_mode)
-    plain.unlink()
+    mode = made.stat().st_mode & 0o666
     found: dict[str, str] = {}
     for path in sorted(path for path in made.rglob("*") if path.is_file()):
         path.chmod(mode)  # safetensors keeps its files from all others
@@ -162,7 +151,8 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
         (made / name).write_text(json.dumps({**found, "weight_map": files}, indent=2) + "\n")
         pairs.add((name, _digest(made / name)))
     _record(made, folder, pairs)
-    changed = [name for name in digests if _changes(made / name, folder / name)]
+    configs = [name for name in digests if _rank(name) == 3 and (folder / name).exists()]
+    changed = [x for x in configs if (folder / x).read_bytes() != (made / x).read_bytes()]
     for rank in range(4):
         for name in digests:
             if _rank(name) == rank and name not in changed:
@@ -196,7 +186,7 @@ def _place(source: Path, target: Path) -> None:
     """Rename a file; it keeps owner and mode of the one that it replaces."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
-        keep_access(source, target, target.stat())
+        keep_access(source, target.stat())
     source.replace(target)
 
 
@@ -219,10 +209,6 @@ def _settled(
     return True
 
 
-def _changes(new: Path, old: Path) -> bool:
-    return new.name in _CONFIGS and old.exists() and old.read_bytes() != new.read_bytes()
-
-
 def _is(path: Path, digest: str | None) -> bool:
     """Return whether a path is a file, reached without links, of a digest if one is given."""
     return path.is_file() and path.resolve() == path and digest in (None, _digest(path))
@@ -236,9 +222,7 @@ def _record(made: Path, folder: Path, files: Iterable[tuple[str, str]]) -> None:
 def _recorded(folder: Path) -> set[tuple[str, str]]:
     """Return the files by the record of a folder; none that would lie outside."""
     try:
-        found: _Record = read_json(folder / RECORD, _Record)
+        found = read_json(folder / RECORD, dict[str, list[tuple[str, str]]]).get("files", [])
     except (FileNotFoundError, FormatError, LimitError):
         return set()
-    inside = (name for name, _ in found.files if "\0" not in name)
-    names = {name for name in inside if (folder / name).is_relative_to(folder)}
-    return {(name, digest) for name, digest in found.files if name in names}
+    return {one for one in found if "\0" not in one[0] and folder in (folder / one[0]).parents}

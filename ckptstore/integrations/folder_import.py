@@ -16,6 +16,7 @@ from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, FormatError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.integrations.file_import import import_file
+from ckptstore.integrations.file_kinds import check_beside
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -140,6 +141,7 @@ def _logged(path: Path, step: str) -> dict[str, float]:
         return {}
     with file.open("rb") as opened:
         data = opened.read(limits.SHARD_INDEX_BYTES_MAX + 1)
+    check_beside(file, data)
     try:
         logged = json.loads(data)["log_history"]
         found = {key: x for one in logged if one.get("step") == int(step) for key, x in one.items()}

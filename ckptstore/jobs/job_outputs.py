@@ -15,7 +15,6 @@ from ckptstore.config import SYSTEM
 from ckptstore.errors import CkptStoreError, ConflictError, StorageError
 
 _HINT: Final = "name a file in a folder that exists, can be written to and has space"
-_ACL: Final = "system.posix_acl_access"
 
 
 def check_file(path: Path) -> None:
@@ -77,7 +76,7 @@ def new_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             if old is not None:
-                keep_access(temporary, final, old)
+                keep_access(temporary, old)
             os.fsync(file.fileno())
         _check_free(final, overwrite=overwrite)
         temporary.replace(final)
@@ -91,8 +90,8 @@ def new_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
-def keep_access(new: Path, path: Path, old: os.stat_result) -> None:
-    """Give a file the owner, group, mode and access list of another; nobody gains a right."""
+def keep_access(new: Path, old: os.stat_result) -> None:
+    """Give a file the owner, group and mode of another; nobody gains a right."""
     made, mode = new.stat(), stat.S_IMODE(old.st_mode) & 0o777
     if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
         try:
@@ -101,10 +100,6 @@ def keep_access(new: Path, path: Path, old: os.stat_result) -> None:
             mode &= ~0o070
         with suppress(OSError):
             os.chown(new, old.st_uid, -1)
-    with suppress(OSError, AttributeError):  # one that the folder gives to new files
-        os.removexattr(new, _ACL)
-    with suppress(OSError, AttributeError):
-        os.setxattr(new, _ACL, os.getxattr(path, _ACL))
     new.chmod(mode)
 
 
