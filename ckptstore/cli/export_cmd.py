@@ -57,7 +57,7 @@ def export(
     max_shard_size
         With --pretrained: size of a file of weights, such as 5GB.
     force
-        Replace an existing file, or the files of these names in a folder.
+        Replace an existing file, or an earlier export in a folder.
     deepspeed
         Write a universal checkpoint, for a version that was imported from one. DeepSpeed unpickles
         files in it: export versions that you trust.

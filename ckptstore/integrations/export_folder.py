@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -70,7 +70,10 @@ def export_folder(folder: Path) -> Iterator[Path]:
         if not new and not target.is_dir():
             raise InvalidInputError(f"{folder} is no folder", hint="name a new folder")
         place.mkdir(parents=True, exist_ok=True)
-        with _locked(target, new=new), TemporaryDirectory(prefix=_STAGED, dir=place) as beside:
+        with ExitStack() as stack:
+            if not new:
+                _lock(target, stack)
+            beside = stack.enter_context(TemporaryDirectory(prefix=_STAGED, dir=place))
             made = Path(beside, target.name)
             made.mkdir()
             yield made
@@ -85,43 +88,35 @@ def export_folder(folder: Path) -> Iterator[Path]:
         raise translate(error, f"{folder} cannot be written", writing=True) from error
 
 
-@contextmanager
-def _locked(folder: Path, *, new: bool) -> Iterator[None]:
+def _lock(folder: Path, stack: ExitStack) -> None:
     """Exclude other exports to a folder, and remove what an interrupted one left."""
-    if new:
-        yield
-        return
     descriptor = os.open(folder, FOLDER)
+    stack.callback(os.close, descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in folder.glob(f"{_STAGED}*"):
-            shutil.rmtree(left)
     except BlockingIOError as error:
-        os.close(descriptor)
         msg = f"another export to {folder} is going on"
         raise ConflictError(msg, hint="wait for its end, or name a new folder") from error
     except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+        return
+    for left in folder.glob(f"{_STAGED}*"):
+        shutil.rmtree(left)
 
 
 def _finished(made: Path) -> dict[str, str]:
-    """Make the files of an export durable, of the mode by the umask; return their digests."""
+    """Give the files of an export the mode by the umask; make them durable, return the digests."""
     mode = made.stat().st_mode & 0o666
     found: dict[str, str] = {}
     for path in sorted(path for path in made.rglob("*") if path.is_file()):
         path.chmod(mode)  # safetensors keeps its files from all others
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
         found[path.relative_to(made).as_posix()] = _digest(path)
     return found
 
 
 def _digest(path: Path) -> str:
+    """Return the digest of a file, which is durable then."""
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         return blake3_of(iter(lambda: file.read(_READ_BYTES), b"")).hex()
 
 
@@ -134,8 +129,9 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
         shards = {name for name in there - digests.keys() if _SHARD.fullmatch(name)}
         stale |= {name for name in shards if _is(folder / name, None)}
     for name in digests:
-        if os.path.lexists(folder / name) and not _is(folder / name, None):
-            raise InvalidInputError(f"{folder / name} is a link, or no file", hint=_HINT)
+        path = folder / name
+        if path.resolve() != path or (path.exists() and not path.is_file()):
+            raise InvalidInputError(f"{path} is a link, or no file", hint=_HINT)
     for name in sorted(there - digests.keys() - stale):
         if _WOULD_WIN.fullmatch(name):
             msg = f"{folder / name} is not of an export, and readers would use it beside this one"
@@ -148,7 +144,7 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
     for name in indexes if apart else ():
         found = json.loads(indexes[name])
         files = {key: apart.get(file, file) for key, file in found["weight_map"].items()}
-        (made / name).write_text(json.dumps({**found, "weight_map": files}, indent=2) + "\n")
+        replace_file(made / name, json.dumps({**found, "weight_map": files}, indent=2).encode())
         pairs.add((name, _digest(made / name)))
     _record(made, folder, pairs)
     configs = [name for name in digests if _rank(name) == 3 and (folder / name).exists()]

@@ -88,7 +88,7 @@ def import_file(
     Parameters
     ----------
     path
-        ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
+        A safetensors file or one of ``torch.save``, of any suffix; a folder or an
         ``.index.json`` of shards; a directory of torch.distributed.checkpoint; a checkpoint of
         Orbax, or the folder of a CheckpointManager, of which the newest step is taken, or `step`; a
         universal checkpoint of DeepSpeed, or the folder whose ``latest_universal`` names one.
@@ -112,7 +112,8 @@ def import_file(
         The file's format is not supported; a file of such a folder is a link that leaves it;
         `step` is missing; or as in ``save``.
     FormatError
-        The file is damaged, or its content is not that of its suffix.
+        The file is damaged, or its content is not that of its suffix; or a file beside it is a Git
+        LFS pointer or the like.
     LimitError
         The files beside the weights have more than ``PRETRAINED_BYTES_MAX`` bytes.
     PolicyError
@@ -335,6 +336,7 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
 
 def _storages_as_tensors(state: Any) -> Any:
     """Return a state in which storages are tensors of one dimension, of the same memory."""
+    storages = torch.TypedStorage | torch.UntypedStorage
     whole = [state]
     todo: list[Any] = [whole]
     seen: set[int] = set()
@@ -346,7 +348,9 @@ def _storages_as_tensors(state: Any) -> Any:
         for key, value in [*(box.items() if isinstance(box, dict) else enumerate(box))]:
             if isinstance(value, dict | list):
                 todo.append(value)
-            elif isinstance(value, torch.TypedStorage | torch.UntypedStorage):
+            elif type(value) is tuple and any(isinstance(one, storages) for one in value):
+                box[key] = tuple(_storages_as_tensors([*value]))
+            elif isinstance(value, storages):
                 one = torch.empty(0, dtype=getattr(value, "dtype", torch.uint8))
                 raw = getattr(value, "_untyped_storage", value)
                 box[key] = one.set_(raw, 0, (len(value),), (1,))
@@ -356,7 +360,7 @@ def _storages_as_tensors(state: Any) -> Any:
 def _torch_problem(path: Path, error: Exception) -> errors.CkptStoreError:
     """Return the error for a pickle that asks for too much, or for a damaged file."""
     text = first_line(error)
-    wanted: list[str] = re.findall(r"GLOBAL (\S+) was not", text)
+    wanted: list[str] = re.findall(r"GLOBAL (\S+)", str(error))
     with suppress(Exception):
         wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or wanted
     unknown = isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in text

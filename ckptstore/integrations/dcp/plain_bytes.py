@@ -102,7 +102,8 @@ def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
                         while opened.read(_READ_BYTES):
                             pass
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
-        raise FormatError(f"{where} is not a sound file of torch.save: {error}") from error
+        msg = f"{where} is not a sound file of torch.save: {error}"
+        raise FormatError(msg, hint="it is damaged or truncated: copy it again") from error
 
 
 def _check_records(records: Sequence[zipfile.ZipInfo], size_bytes: int, where: str) -> None:
