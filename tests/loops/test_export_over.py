@@ -134,26 +134,19 @@ def test_a_folder_never_mixes_two_exports(
     first: str, second: str,
 ) -> None:  # fmt: skip
     """Between an adapter and a whole model, and two configurations: one of them, or a refusal."""
-    states = {name: import_file(store, saved / name, run=name) for name in (first, second)}
-    allowed = {frozenset(store.load(f"#{one.id}")["model"]) for one in states.values()}
     for crash in itertools.count():
         folder = tmp_path / f"crash{crash}"
         _put(saved / first, folder)
         done = _crashing(monkeypatch, crash, lambda: _put(saved / second, folder))  # noqa: B023
-        configured = (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
-        if configured:
-            version = import_file(store, folder, run=f"r{crash}")
-            assert frozenset(store.load(f"#{version.id}")["model"]) in allowed
-            about = store.load(f"#{version.id}")["pretrained"]
-            deep = any(".h.1." in name for name in store.load(f"#{version.id}")["model"])
-            if "config" in about and "adapter_config" not in about:
-                assert about["config"]["n_layer"] == 1 + deep
+        if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
+            found = store.load(f"#{import_file(store, folder, run=f'r{crash}').id}")
+            deep = any(".h.1." in name for name in found["model"])
+            lora = any("lora" in name for name in found["model"])
+            assert lora == ("adapter_config" in found["pretrained"])
+            assert lora or found["pretrained"]["config"]["n_layer"] == 1 + deep
         if done:
             break
-    assert configured
-    assert {path.name for path in folder.iterdir()} == {
-        *(path.name for path in (saved / second).iterdir()), RECORD,
-    }  # fmt: skip
+    assert _names(folder) == sorted([RECORD, *_names(saved / second)])
 
 
 @pytest.mark.parametrize(
@@ -175,16 +168,14 @@ def test_a_foreign_file_that_readers_would_use_is_refused(
     """It is named, nothing of the folder changes, and the export comes after it is moved."""
     folder = tmp_path / "out"
     _put(saved / f"{kind[:-1]}1", folder)
-    link = what == "is a link"
-    if link:
+    if what == "is a link":
         (folder / name).replace(tmp_path / "elsewhere")
         (folder / name).symlink_to(tmp_path / "elsewhere")
     else:
         save_file({"x": torch.ones(1)}, folder / name)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(InvalidInputError, match=what) as told:
+    with pytest.raises(InvalidInputError, match=f"{folder / name} .*{what}"):
         _put(saved / kind, folder)
-    assert f"{folder / name}" in str(told.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (folder / name).unlink()
     _put(saved / kind, folder)
@@ -236,13 +227,11 @@ def test_two_exports_at_once_are_told(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(ConflictError, match="another export"):
             _put(saved / "few0", folder)
     assert not left.exists()
-    before = _names(folder)
     for place in (folder, tmp_path / "none"):
         with pytest.raises(ConflictError, match="stop"), export_folder(place):
             raise ConflictError("stop")
-    assert _names(folder) == before
     assert not (tmp_path / "none").exists()
-    assert _same(_weights(folder), _weights(saved / "one1"))
+    assert _names(folder) == sorted([RECORD, *_names(saved / "one1")])
 
 
 def test_files_of_an_export_keep_the_access_of_those_before(store: Store, tmp_path: Path) -> None:

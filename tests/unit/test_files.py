@@ -15,6 +15,7 @@ import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -842,25 +843,21 @@ def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_pat
         torch.serialization.set_crc32_options(True)
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
     index = tmp_path / "m.safetensors.index.json"
-    for size, right in ((8, True), (7, True), (9, False)):
+    for size in (7, 8, 9):
         found = {"metadata": {"total_size": size}, "weight_map": {"w": "m.safetensors"}}
         index.write_text(json.dumps(found))
-        if right:
+        wrong = pytest.raises(FormatError, match="hold 9 bytes of tensors; they hold 8")
+        with wrong if size == 9 else nullcontext():
             import_file(store, index, run=f"size{size}", step=1)
-        else:
-            with pytest.raises(FormatError, match="hold 9 bytes of tensors; they hold 8"):
-                import_file(store, index, run="r", step=1)
     (tmp_path / "blobs").mkdir()
     whole = (tmp_path / "m.safetensors").read_bytes()
     blob = tmp_path / "blobs" / hashlib.sha256(whole).hexdigest()
     (tmp_path / "link.safetensors").symlink_to(blob)
-    for changed, right in ((whole, True), (whole[:-1] + b"x", False)):
-        blob.write_bytes(changed)
-        if right:
-            import_file(store, tmp_path / "link.safetensors", run="hub", step=1)
-        else:
-            with pytest.raises(FormatError, match="SHA-256"):
-                import_file(store, tmp_path / "link.safetensors", run="r", step=1)
+    blob.write_bytes(whole)
+    import_file(store, tmp_path / "link.safetensors", run="hub", step=1)
+    blob.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(FormatError, match="SHA-256"):
+        import_file(store, tmp_path / "link.safetensors", run="hub", step=2)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
@@ -874,15 +871,15 @@ def test_storages_come_as_tensors_of_one_dimension(
     kind: Any = torch.TypedStorage
     typed = kind(wrap_storage=raw, dtype=torch.float32, _internal=True)
     state: dict[str, Any] = {"w": whole, "typed": typed, "pair": (typed, 1)}
-    if zipped:  # the old form holds one type of a memory
-        state["deep"] = [{"raw": raw}]
+    if zipped:  # the old form has no such storage
+        state["deep"] = [{"raw": torch.arange(3).byte().untyped_storage()}]
     path = _saved(tmp_path, "s.pt", state, _use_new_zipfile_serialization=zipped)
     import_file(store, path, run="r", step=1)
     found = store.load("r@1")
     assert torch.equal(found["typed"], whole)
     assert found["typed"].data_ptr() == found["w"].data_ptr() == found["pair"][0].data_ptr()
     if zipped:
-        assert bytes(found["deep"][0]["raw"].numpy()) == whole.numpy().tobytes()
+        assert found["deep"][0]["raw"].tolist() == [0, 1, 2]
 
 
 def test_archive_that_torch_would_not_write_is_refused(
