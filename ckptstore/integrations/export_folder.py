@@ -147,8 +147,9 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
         replace_file(made / name, json.dumps({**found, "weight_map": files}, indent=2).encode())
         pairs.add((name, _digest(made / name)))
     _record(made, folder, pairs)
+    read = "" if "adapter_config.json" in there else "config.json"  # without it nothing is read
     configs = [name for name in digests if _rank(name) == 3 and (folder / name).exists()]
-    changed = [x for x in configs if (folder / x).read_bytes() != (made / x).read_bytes()]
+    changed = [x for x in {*configs, read} & digests.keys() if not _is(folder / x, digests[x])]
     for rank in range(4):
         for name in digests:
             if _rank(name) == rank and name not in changed:
@@ -156,7 +157,7 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
         if rank == 0:
             sync_folder(str(folder))
             for name in changed:
-                (folder / name).unlink()
+                (folder / name).unlink(missing_ok=True)
     for name in sorted({*stale, *apart}, key=_rank, reverse=True):
         (folder / name).unlink()
         with suppress(OSError):

@@ -23,18 +23,13 @@ def check_file(path: Path) -> None:
     Raises
     ------
     StorageError
-        It is a folder or no regular file, or its folder is missing or cannot be written to.
+        It is no regular file, or its folder is missing or cannot be written to.
     """
-    why = ""
     folder = Path(os.path.realpath(path)).parent
     if path.exists() and not path.is_file():
-        why = "it is a folder" if path.is_dir() else "it is no regular file"
-    elif not folder.is_dir():
-        why = "its folder is not there"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        why = "its folder cannot be written to"
-    if why:
-        raise StorageError(f"{path} cannot be written: {why}", hint=_HINT)
+        raise StorageError(f"{path} cannot be written: it is no regular file", hint=_HINT)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{path} cannot be written: no file can be made in {folder}", hint=_HINT)
 
 
 def replace_file(path: Path, data: bytes) -> None:
