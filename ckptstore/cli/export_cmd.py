@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from ckptstore.backends.oserrors import translate
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.output import Output
 from ckptstore.cli.session import find_version, opened
@@ -16,7 +14,6 @@ from ckptstore.cli.store_options import CommonOptions, PathOptions, SourceOption
 from ckptstore.cli.text import bytes_text, counted, listed
 from ckptstore.errors import ConflictError, InvalidInputError
 from ckptstore.model import Version, naming
-from ckptstore.store import Store
 
 _NAMED = 5
 """Paths that the note about what was left out names."""
@@ -60,7 +57,7 @@ def export(
     max_shard_size
         With --pretrained: size of a file of weights, such as 5GB.
     force
-        Replace an existing file, or the files of these names in a folder.
+        Replace an existing file, or an earlier export in a folder.
     deepspeed
         Write a universal checkpoint, for a version that was imported from one. DeepSpeed unpickles
         files in it: export versions that you trust.
@@ -81,8 +78,15 @@ def export(
         give(store, replica, source)
         version = find_version(store, ref)
         if pretrained:
+            if path.is_dir() and any(path.iterdir()) and not force:
+                msg = f"the folder {path} is not empty"
+                hint = "name a new folder, or replace an export with --force"
+                raise ConflictError(msg, hint=hint)
+            from ckptstore.integrations.pretrained import export_pretrained
+
             shards: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
-            _tell_folder(output, version, _model(store, version, path, merge, force, shards))
+            made = export_pretrained(store, f"#{version.id}", path, merge=merge, **shards)
+            _tell_folder(output, version, made)
             return
         if deepspeed:
             from ckptstore.integrations.deepspeed_export import export_universal
@@ -115,31 +119,9 @@ def export(
         output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")
 
 
-def _model(
-    store: Store, version: Version, folder: Path, merge: bool, force: bool, options: dict[str, Any]
-) -> Path:
-    """Write the model of a version as ``save_pretrained`` does; return the folder."""
-    from ckptstore.integrations.pretrained import export_pretrained
-
-    ref = f"#{version.id}"
-    if folder.is_dir() and any(folder.iterdir()):
-        if not force:
-            msg = f"the folder {folder} is not empty"
-            raise ConflictError(msg, hint="name a new folder, or replace its files with --force")
-        return export_pretrained(store, ref, folder, merge=merge, **options)
-    try:  # an interrupted command leaves nothing
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
-            made = Path(beside) / "model"
-            export_pretrained(store, ref, made, merge=merge, **options)
-            return made.replace(folder)
-    except OSError as error:
-        raise translate(error, f"writing {folder}", writing=True) from error
-
-
 def _tell_folder(output: Output, version: Version, folder: Path) -> None:
     """Print what a folder holds."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
     document = {
         "path": str(folder),

@@ -40,8 +40,8 @@ def import_(
     Parameters
     ----------
     path
-        A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, of Transformers or of
-        PEFT, a directory of torch.distributed.checkpoint, a checkpoint of Orbax, a universal
+        A safetensors file or one of torch.save, of any suffix; a folder of shards, of Transformers
+        or of PEFT, a directory of torch.distributed.checkpoint, a checkpoint of Orbax, a universal
         checkpoint of DeepSpeed, or a folder of checkpoints.
     run
         The run; created if missing.

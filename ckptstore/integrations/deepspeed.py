@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import FormatError, InvalidInputError, PolicyError
+from ckptstore.integrations import file_kinds as kinds
 from ckptstore.integrations.pretrained_files import check_inside
 
 FORMAT: Final = "deepspeed universal"
@@ -146,4 +147,7 @@ def _bytes(file: Path) -> torch.Tensor:
     size = file.stat().st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)
+    with file.open("rb") as opened:
+        head = opened.read(kinds.HEAD_BYTES)
+    kinds.check_beside(file, head, kinds.ARCHIVE, kinds.PICKLE, kinds.OTHER_PICKLE)
     return torch.from_file(str(file), size=size, dtype=torch.uint8)

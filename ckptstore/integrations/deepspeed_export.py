@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Final
 
 import torch
@@ -16,6 +15,7 @@ from ckptstore.backends.oserrors import translate
 from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.integrations.deepspeed import KEPT, LATEST, MASTER, PARAM, ZERO
+from ckptstore.jobs.job_outputs import replace_file
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -51,8 +51,9 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
         raise ConflictError(f"{path} is there already", hint="name a new folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{path.name[:100]}.", dir=path.parent))
-        try:
+        with TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as beside:
+            made = Path(beside, path.name)
+            made.mkdir()
             for name, data in kept["files"].items():
                 with _new_file(made, name) as file:
                     file.write(memoryview(data.numpy()))
@@ -61,12 +62,8 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
             states = _part(store, version, "optimizer")["state"].items()
             every = ((name, kind, one) for name, each in states for kind, one in each.items())
             _write(made, kept["notes"], every)
-            made.chmod(0o755)
             made.rename(path)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-        (path.parent / LATEST).write_text(path.name, encoding="utf-8")
+        replace_file(path.parent / LATEST, os.fsencode(path.name))
     except OSError as error:
         raise translate(error, f"writing {path}", writing=True) from error
     return path

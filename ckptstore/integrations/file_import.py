@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.config import absolute_path
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
+from ckptstore.integrations import file_kinds as kinds
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line
 from ckptstore.integrations.deepspeed import FORMAT as UNIVERSAL
 from ckptstore.integrations.deepspeed import find_universal, read_universal
@@ -40,10 +42,9 @@ TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
 _SAFETENSORS: Final = ".safetensors"
 _INDEX: Final = ".index.json"
-_USUAL: Final = frozenset({"model", "pytorch_model", "adapter_model"})
-"""Names that Transformers and PEFT give files of weights, up to the first dot."""
+_USUAL: Final = ("adapter_model", "model", "pytorch_model")
+"""Names that PEFT and Transformers give files of weights, up to the first dot, in their order."""
 _MODEL: Final = "model"
-_ZIP: Final = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ def import_file(
     Parameters
     ----------
     path
-        ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
+        A safetensors file or one of ``torch.save``, of any suffix; a folder or an
         ``.index.json`` of shards; a directory of torch.distributed.checkpoint; a checkpoint of
         Orbax, or the folder of a CheckpointManager, of which the newest step is taken, or `step`; a
         universal checkpoint of DeepSpeed, or the folder whose ``latest_universal`` names one.
@@ -111,7 +112,8 @@ def import_file(
         The file's format is not supported; a file of such a folder is a link that leaves it;
         `step` is missing; or as in ``save``.
     FormatError
-        The file is damaged, or its content is not that of its suffix.
+        The file is damaged, or its content is not that of its suffix; or a file beside it is a Git
+        LFS pointer or the like.
     LimitError
         The files beside the weights have more than ``PRETRAINED_BYTES_MAX`` bytes.
     PolicyError
@@ -213,12 +215,14 @@ def _opened(path: Path, step: int | None) -> Iterator[_Read]:
 
 
 def _main_file(folder: Path) -> Path:
-    """Return the index of shards in a folder, or its one file of weights."""
+    """Return a folder's file of weights or index of shards: the one that from_pretrained takes."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for stem in _USUAL if "adapter_config.json" in names else _USUAL[1:]:
+        for suffix in (_SAFETENSORS, f"{_SAFETENSORS}{_INDEX}", ".bin", f".bin{_INDEX}"):
+            if f"{stem}{suffix}" in names:
+                return folder / f"{stem}{suffix}"
     for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
         found = [name for name in names if name.endswith(suffix)]
-        if len(found) > 1:
-            found = [name for name in found if name.partition(".")[0] in _USUAL] or found
         if len(found) == 1:
             return folder / found[0]
         if found:
@@ -254,6 +258,11 @@ def _read_shards(index: Path, stack: ExitStack) -> _Read:
     for key, name in weight_map.items():
         if origin.get(key) != name:
             raise errors.FormatError(f"{index.name} says that {key!r} is in {name}; it is not")
+    held = sum(getattr(value, "nbytes", 0) for value in state.values())
+    said = metadata.get("total_size", "")
+    if said.isdecimal() and int(said) > held:
+        msg = f"{index} says that its files hold {said} bytes of tensors; they hold {held}"
+        raise errors.FormatError(msg, hint="copy the folder again, or take total_size out of it")
     return _Read(
         state=state,
         format=f"{' and '.join(sorted(formats))} shards",
@@ -281,20 +290,17 @@ def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _read_one(path: Path, stack: ExitStack) -> _Read:
-    with path.open("rb") as file:
-        magic = file.read(len(_ZIP))
-    if path.suffix == _SAFETENSORS:
+    """Read a file of weights as what its first bytes say; its suffix decides where they do not."""
+    kind = kinds.read_kind(path)
+    named = path.suffix in {_SAFETENSORS, *TORCH_SUFFIXES}
+    default = kinds.SAFETENSORS if path.suffix == _SAFETENSORS else kinds.PICKLE if named else ""
+    name = kind.name if kind else default
+    kinds.check_blob(path)
+    if name == kinds.SAFETENSORS:
         return _read_safetensors(path, stack)
-    if path.suffix in TORCH_SUFFIXES or magic == _ZIP:
-        return _read_torch(path, zipped=magic == _ZIP)
-    if path.suffix == ".gguf" or magic == b"GGUF":
-        msg = f"{path} is a GGUF file, whose weights are packed for inference"
-        hint = "import the safetensors it was made from, or what transformers makes of it: "
-        hint += "AutoModel.from_pretrained(..., gguf_file=...)"
-        raise errors.InvalidInputError(msg, hint=hint)
-    known = ", ".join([_SAFETENSORS, *sorted(TORCH_SUFFIXES)])
-    hint = f"files end in {known}; folders hold shards and their index"
-    raise errors.InvalidInputError(f"{path} is of no kind that can be imported", hint=hint)
+    if name in {kinds.ARCHIVE, kinds.PICKLE}:
+        return _read_torch(path, zipped=name == kinds.ARCHIVE)
+    raise kinds.refusal(path, kind, named=named)
 
 
 def _read_safetensors(path: Path, stack: ExitStack) -> _Read:
@@ -317,7 +323,11 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
         version = torch.torch_version.TorchVersion  # that of many trainers' files: a text
         with warnings.catch_warnings(), torch.serialization.safe_globals([version]):
             warnings.simplefilter("ignore")  # about old storage classes in old files
-            state = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+            mapped = zipped and path.suffix != _SAFETENSORS  # which torch reads by its suffix
+            with path.open("rb") as file:
+                found = path if mapped else file
+                state = torch.load(found, map_location="cpu", mmap=mapped, weights_only=True)
+            state = _storages_as_tensors(state)
     except OSError:
         raise
     except Exception as error:  # torch may raise any error on a hostile pickle
@@ -325,20 +335,42 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
     return _Read(state=state, format="torch", files=(path.name,), metadata={})
 
 
+def _storages_as_tensors(state: Any) -> Any:
+    """Return a state in which storages are tensors of one dimension, of the same memory."""
+    storages = torch.TypedStorage | torch.UntypedStorage
+    whole = [state]
+    todo: list[Any] = [whole]
+    seen: set[int] = set()
+    while todo:
+        box = todo.pop()
+        if id(box) in seen:
+            continue
+        seen.add(id(box))
+        for key, value in [*(box.items() if isinstance(box, dict) else enumerate(box))]:
+            if isinstance(value, dict | list):
+                todo.append(value)
+            elif type(value) is tuple and any(isinstance(one, storages) for one in value):
+                box[key] = tuple(_storages_as_tensors([*value]))
+            elif isinstance(value, storages):
+                one = torch.empty(0, dtype=getattr(value, "dtype", torch.uint8))
+                raw = getattr(value, "_untyped_storage", value)
+                box[key] = one.set_(raw, 0, (len(value),), (1,))
+    return whole[0]
+
+
 def _torch_problem(path: Path, error: Exception) -> errors.CkptStoreError:
     """Return the error for a pickle that asks for too much, or for a damaged file."""
-    wanted: list[str] = []
-    with suppress(Exception):
-        wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    if wanted or isinstance(error, pickle.UnpicklingError):
-        what = f": {', '.join(wanted[:5])}" if wanted else ", or is damaged"
-        msg = f"the pickle in {path} needs more than weights_only=True allows{what}"
-        hint = "if you trust it, load it in Python with weights_only=False and save the state"
-        return errors.PolicyError(msg, hint=hint)
     text = first_line(error)
-    if not isinstance(error, RuntimeError):  # the text of other errors may be meaningless: 101
+    wanted: list[str] = re.findall(r"GLOBAL (\S+)", str(error))
+    with suppress(Exception):
+        wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or wanted
+    unknown = isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in text
+    if wanted or unknown:
+        what = ", ".join(wanted[:5]) or text
+        msg = f"the pickle in {path} needs more than weights_only=True allows: {what}"
+        return errors.PolicyError(msg, hint=kinds.STATE)
+    if not isinstance(error, RuntimeError | pickle.UnpicklingError):  # its text may be just: 101
         text = f"torch.load raised {type(error).__name__} {text}".rstrip()
-    why = text if path.stat().st_size else "it is empty"
-    msg = f"{path} is not a sound file of torch.save: {why}"
+    msg = f"{path} is not a sound file of torch.save: {text}"
     hint = "it may be truncated, or of another format: copy it again, or check its origin"
     return errors.FormatError(msg, hint=hint)

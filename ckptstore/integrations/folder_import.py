@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, FormatError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.integrations.file_import import import_file
+from ckptstore.integrations.pretrained_files import read_json
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -138,12 +137,10 @@ def _logged(path: Path, step: str) -> dict[str, float]:
     file = path / _TRAINER
     if not file.is_file():
         return {}
-    with file.open("rb") as opened:
-        data = opened.read(limits.SHARD_INDEX_BYTES_MAX + 1)
     try:
-        logged = json.loads(data)["log_history"]
+        logged = read_json(file, dict[str, Any])["log_history"]
         found = {key: x for one in logged if one.get("step") == int(step) for key, x in one.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise FormatError(f"{file} is not a state of the Trainer: {error!r}") from error
     numbers = {key: x for key, x in found.items() if isinstance(x, int | float)}
     return {key: float(x) for key, x in numbers.items() if key not in ("step", "epoch")}

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import InvalidInputError, NotFoundError, TensorNotFoundError
 from ckptstore.integrations import pretrained_models as models
+from ckptstore.integrations.export_folder import export_folder
 from ckptstore.integrations.pretrained_files import described, names_digest
 from ckptstore.store import Store
 
@@ -74,7 +75,9 @@ def export_pretrained(
         A version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
         or that is an imported folder; or any whose ``model`` is the state dict of a model.
     folder
-        Made if it is missing. Its files of the same names are replaced.
+        Made if it is missing. Files of the same names are replaced, and those of an earlier
+        export removed, which ``.ckptstore-export.json`` names; other files stay. Readers see the
+        earlier export or this one; where ``config.json`` changes, none for a moment.
     model
         Of the class and configuration that was saved; it gets the weights. For an adapter, its
         base model, which is copied first. None: the class that the saved configuration names, of
@@ -93,35 +96,35 @@ def export_pretrained(
         The version has no entry ``model``.
     InvalidInputError
         The version has no configuration, or names a class that transformers lacks; or
-        there is nothing to merge.
+        there is nothing to merge; or the folder holds other weights that readers would use.
+    ConflictError
+        Another process exports to the folder.
     StateError
         Its weights do not fit the model.
     MissingDependencyError
         Transformers, or PEFT for an adapter, is needed and not installed.
+    StorageError
+        The folder cannot be written, or the version cannot be read.
     """
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise InvalidInputError(f"{os.fspath(folder)} is no folder", hint="name a new folder")
     _check_model(model)
     saved = _saved(store, ref)
     if merge and not saved.adapters:
         raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
-    files = _files(saved.about, path)
-    named = saved.about.get("names") == names_digest(map(str, saved.state))
-    if named and model is None and not merge:
-        models.write_as_read(saved, path, options)
-    elif saved.adapters:
-        models.write_adapter(saved, path, model=model, merge=merge, options=options)
-    else:
-        made = model if model is not None else models.empty_model(saved)
-        models.fill(made, saved, assign=model is None)
-        made.save_pretrained(path, **options)  # type: ignore[operator]  # a PreTrainedModel
-    for target, data in files.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    for config in path.glob("*config.json"):  # safetensors keeps weights from all others
-        for weights in path.glob("*model*.safetensors"):
-            weights.chmod(config.stat().st_mode)
+    with export_folder(path) as made:
+        files = _files(saved.about, made)
+        named = saved.about.get("names") == names_digest(map(str, saved.state))
+        if named and model is None and not merge:
+            models.write_as_read(saved, made, options)
+        elif saved.adapters:
+            models.write_adapter(saved, made, model=model, merge=merge, options=options)
+        else:
+            full = model if model is not None else models.empty_model(saved)
+            models.fill(full, saved, assign=model is None)
+            full.save_pretrained(made, **options)  # type: ignore[operator]  # a PreTrainedModel
+        for target, data in files.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
     return path
 
 

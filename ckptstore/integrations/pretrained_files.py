@@ -20,6 +20,7 @@ from ckptstore.backends.oserrors import translate
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import FormatError, InvalidInputError, LimitError
+from ckptstore.integrations.file_kinds import check_beside
 
 CONFIGS: Final = ("config", "generation_config", "adapter_config")
 """Parts that are kept as plain values, each from the JSON file of its name."""
@@ -90,6 +91,7 @@ def read_json(file: Path, kind: Any) -> Any:  # a type that msgspec knows
         data = opened.read(limits.SHARD_INDEX_BYTES_MAX + 1)
     if len(data) > limits.SHARD_INDEX_BYTES_MAX:
         raise LimitError(f"{file} has more than {limits.SHARD_INDEX_BYTES_MAX} bytes")
+    check_beside(file, data)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -110,7 +112,7 @@ def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
         A file, also one of weights, is a link out of the folder. Links of the cache of the
         Hugging Face hub are followed.
     FormatError
-        A configuration is not a JSON object.
+        A configuration is not a JSON object; or a file is a Git LFS pointer or the like.
     LimitError
         The files are too large.
     StorageError
@@ -164,6 +166,7 @@ def _read(path: Path, left: int) -> bytes:
     if len(data) > left:
         msg = f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
         raise LimitError(msg, hint="move files that the model does not need out of the folder")
+    check_beside(path, data)
     return data
 
 

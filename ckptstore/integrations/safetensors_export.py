@@ -8,21 +8,19 @@ checked. The file appears under its name when it is complete and on disk, or not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from ckptstore import limits
-from ckptstore.backends.oserrors import translate
-from ckptstore.backends.posix_publish import sync_folder
 from ckptstore.backends.transfers import operation
-from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
+from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.integrations.safetensors_plan import encode_header, plan_file
 from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile, Weight
+from ckptstore.jobs.job_outputs import new_file
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -64,7 +62,8 @@ def export_safetensors(
     ref
         Names the version.
     path
-        A local file; it appears when it is complete and synced, or not at all.
+        A local file; it appears when it is complete and synced, or not at all. It keeps the owner
+        and mode of a file that it replaces; of a symbolic link, the target is replaced.
     include, exclude
         Patterns of paths as in :meth:`ckptstore.Store.load`.
     strip_prefix
@@ -98,7 +97,7 @@ def export_safetensors(
     items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
     plan = PlannedFile(encode_header(items, version), tuple(Weight(one, one) for one in items))
     stream = FileStream(content, repo, plan, limits.EXPORT_WINDOW_BYTES)
-    with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:
+    with new_file(Path(path), overwrite=overwrite) as file:
         for part in stream.read(0, plan.nbytes):
             file.write(part)
             done, total = (size - len(plan.header) for size in (file.tell(), plan.nbytes))
@@ -124,36 +123,3 @@ def _check_name(path: Path) -> None:
         msg = f"{path} does not end in {_SUFFIX}, the format of the export"
         name = "NAME" if path.name == "-" or not path.name else path.stem or path.name
         raise InvalidInputError(msg, hint=f"call it {path.with_name(name + _SUFFIX)}")
-
-
-@contextmanager
-def _new_file(path: Path, mark: str, *, overwrite: bool) -> Iterator[BinaryIO]:
-    """Yield a file that gets its name, durably, if the block succeeds, and is removed otherwise.
-
-    Between the last check and the rename another process could make the file, which is then
-    replaced.
-    """
-    if not overwrite and path.exists():
-        raise _taken(path)
-    temporary = path.with_name(f".{path.name[:200]}.{mark}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if not overwrite and path.exists():
-            raise _taken(path)
-        temporary.replace(path)
-        sync_folder(str(path.parent))
-    except CkptStoreError:
-        raise
-    except OSError as error:
-        raise translate(error, f"writing {path}", writing=True) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _taken(path: Path) -> ConflictError:
-    msg = f"{path} is there already"
-    return ConflictError(msg, hint="choose another name, or overwrite it (--force)")

@@ -89,7 +89,10 @@ def test_a_folder_comes_back_and_its_weights_load(store: Store, tmp_path: Path, 
     version = import_file(store, folder, run="gpt")
     assert version.step == 4
     assert version.metadata["import"]["format"] == "deepspeed universal"
+    before = os.umask(0o077)
     made = export_universal(store, "gpt@latest", tmp_path / "out" / "step4")
+    os.umask(before)
+    assert made.stat().st_mode & 0o777 == 0o700
     assert_equal(content(folder), content(made))
     assert (tmp_path / "out" / "latest_universal").read_text() == "step4"
     model = torch.nn.Linear(3, 2)

@@ -32,7 +32,7 @@ from ckptstore.integrations.transformers import StoreTrainerMixin, export_pretra
 from ckptstore.store import Store
 
 WORDS = torch.arange(6)[None]
-ALONE = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+ALONE = {".ckptstore-export.json", "README.md", "adapter_config.json", "adapter_model.safetensors"}
 
 
 class Stored(StoreTrainerMixin, Trainer):  # type: ignore[misc]  # not followed by mypy
@@ -122,7 +122,7 @@ def test_a_training_of_an_adapter_is_resumed_and_exported(
     assert torch.equal(_logits(_read(base, folder)), _logits(again.model))
     merged = export_pretrained(store, "lora@2", tmp_path / "merged", merge=True)
     assert {path.name for path in merged.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors",
+        ".ckptstore-export.json", "config.json", "generation_config.json", "model.safetensors",
     }  # fmt: skip
     assert _near(merged, again.model)
     adapted = store.from_pretrained("lora@2")

@@ -27,8 +27,9 @@ from ckptstore.integrations.transformers import StoreTrainerMixin, export_pretra
 from ckptstore.store import Store
 
 KEPT = {
-    "README.md", "additional_chat_templates", "chat_template.jinja", "config.json",
-    "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ".ckptstore-export.json", "README.md", "additional_chat_templates", "chat_template.jinja",
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
 }  # fmt: skip
 WORDS = torch.arange(6)[None]
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import hashlib
+import io
 import json
+import lzma
 import os
 import pickle
+import re
 import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,8 @@ from ckptstore.events import Progress
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.files import export_safetensors, import_file
 from ckptstore.integrations.safetensors_plan import SAFETENSORS_DTYPES
+from ckptstore.jobs.job_outputs import replace_file
+from ckptstore.pages.report_file import write_report
 from ckptstore.store import resume_check
 
 
@@ -294,6 +303,50 @@ def test_a_file_that_appears_during_an_export_is_not_replaced(
     assert safetensors.torch.load_file(path).keys() == {"w"}
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_access_to_a_written_file_is_that_of_the_one_before(
+    store: ckptstore.Store, tmp_path: Path, umask: int
+) -> None:
+    """A new file follows the umask; a private one stays so; a link leads to the new content."""
+    store.run("r").save({"w": torch.ones(5)}, step=1)
+    writers: dict[str, Callable[[Path], object]] = {
+        "a.safetensors": lambda path: export_safetensors(store, "r", path, overwrite=True),
+        "a.html": lambda path: write_report(store, path),
+        "a.json": lambda path: replace_file(path, bytes(50)),
+    }
+    before = os.umask(umask)
+    try:
+        for name, write in writers.items():
+            path, link = tmp_path / name, tmp_path / f"link-{name}"
+            write(path)
+            assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+            for mode in (0o600, 0o640, 0o664, 0o444):
+                path.write_bytes(b"old") if mode == 0o600 else None
+                path.chmod(mode)
+                write(path)
+                assert path.stat().st_mode & 0o777 == mode, name
+            link.symlink_to(path.name)
+            size = path.stat().st_size
+            path.chmod(0o600)
+            path.write_bytes(b"old")
+            write(link)
+            assert link.is_symlink()
+            assert path.stat().st_size > size - 9  # a report says when it was made
+            assert path.stat().st_mode & 0o777 == 0o600
+            path.unlink()
+            write(link)  # a link to nothing makes its target
+            assert path.stat().st_size > size - 9  # a report says when it was made
+    finally:
+        os.umask(before)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(StorageError, match="no regular file"):
+        export_safetensors(store, "r", tmp_path / "pipe.safetensors", overwrite=True)
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    with pytest.raises(StorageError, match=r"loop\.safetensors"):
+        export_safetensors(store, "r", tmp_path / "loop.safetensors", overwrite=True)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
 def test_local_disk_errors_are_of_the_tree(store: ckptstore.Store, tmp_path: Path) -> None:
     """A folder that is not there is a StorageError that names the file."""
     store.run("r").save({"w": torch.ones(2)}, step=1)
@@ -397,12 +450,8 @@ def test_what_cannot_be_imported_is_told_before_a_step_is_asked_for(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "store.json").write_text("{}")
-    with pytest.raises(InvalidInputError, match=r"config\.json is of no kind"):
+    with pytest.raises(InvalidInputError, match=r"config\.json is a JSON text"):
         import_file(store, tmp_path / "config.json", run="r")
-    (tmp_path / "q4.gguf").write_bytes(b"GGUF\3\0\0\0")
-    with pytest.raises(InvalidInputError, match="GGUF") as told:
-        import_file(store, tmp_path / "q4.gguf", run="r")
-    assert "gguf_file" in str(told.value.hint)
     with pytest.raises(InvalidInputError, match="there is none") as told:
         import_file(store, tmp_path / "made", run="r")
     assert told.value.hint == "it is a store: ckptstore replicate copies its versions"
@@ -595,13 +644,14 @@ def test_pickle_that_wants_more_is_refused_and_not_run(
     trace = tmp_path / "executed"
     state = {"w": torch.ones(2), "x": _Bomb(trace)}
     path = _saved(tmp_path, "evil.pt", state, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(PolicyError, match="weights_only"):
+    with pytest.raises(PolicyError, match=r"weights_only=True allows: .*getattr") as told:
         import_file(store, path, run="r", step=1)
+    assert "weights_only=False" not in str(told.value)
     assert not trace.exists()
     assert store.versions() == []
     raw = tmp_path / "raw.pth"
     raw.write_bytes(pickle.dumps(_Bomb(trace)))
-    with pytest.raises(PolicyError, match="weights_only"):
+    with pytest.raises(FormatError, match=r"torch\.save did not write"):
         import_file(store, raw, run="r", step=1)
     assert not trace.exists()
 
@@ -679,19 +729,157 @@ def test_damaged_files_raise_errors_of_the_tree(store: ckptstore.Store, tmp_path
     assert refused > 20  # flips in the numbers themselves are not noticed: the formats have no sums
 
 
-@pytest.mark.parametrize(
-    ("data", "why"), [(b"", "it is empty"), (b"hello world", "torch.load raised KeyError 101")]
-)
-def test_what_is_no_torch_file_is_told_in_words(
-    store: ckptstore.Store, tmp_path: Path, data: bytes, why: str
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:01\nsize 4000000000\n"
+
+
+def _zip(**members: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return made.getvalue()
+
+
+def _torch_bytes(**options: bool) -> bytes:
+    made = io.BytesIO()
+    torch.save({"w": torch.ones(2), "n": 3}, made, **options)
+    return made.getvalue()
+
+
+_KINDS = {
+    "a Git LFS pointer": _POINTER,
+    "an HTML page": b"\xef\xbb\xbf\n<!DOCTYPE html><html>404</html>",
+    "an XML page": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+    "a JSON text": b'{"error": "gated"}',
+    "a text": b"/data/ckpts/last.pt \xc3\xa9\n",
+    "an empty file": b"",
+    "a file that begins with zeros": bytes(2000),
+    "a gzip file": gzip.compress(_torch_bytes()),
+    "an xz file": lzma.compress(_torch_bytes()),
+    "a bzip2 file": bz2.compress(_torch_bytes()),
+    "a zstd file": b"\x28\xb5\x2f\xfd\x04\0\1\0",
+    "a 7z, rar": b"7z\xbc\xaf\x27\x1c\0\4",
+    "a tar archive": b"a.pt".ljust(257, b"\0") + b"ustar\x0000" + bytes(300),
+    "a NumPy array": b"\x93NUMPY\1\0v\0",
+    "an archive of NumPy arrays": _zip(**{"a.npy": b"\x93NUMPY"}),
+    "a TorchScript program": _zip(**{"m/data.pkl": b"\x80\2", "m/constants.pkl": b"\x80\2"}),
+    "a zip archive without a state": _zip(**{"a.txt": b"hello"}),
+    "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(100),
+    "a GGUF file": b"GGUF\3\0\0\0" + bytes(50),
+    "an ONNX model": b"\x08\x08\x12\x07pytorch\x1a\x03\x32\x2e\x31",
+    "a TensorFlow Lite model": b"\x1c\0\0\0TFL3\x14\0",
+    "a TensorFlow model": b"\x08\x01\x12\xaa\x01\n",
+    "a pickle that torch.save did not write": pickle.dumps({"w": [1]}),
+}
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors", "pth.tar"])
+def test_a_file_of_another_kind_is_named(
+    store: ckptstore.Store, tmp_path: Path, suffix: str
 ) -> None:
-    """Also where torch's own exception has no text, or a number for one."""
-    path = tmp_path / "x.pt"
+    """The first bytes tell, under any suffix, in an index too; no advice is to unpickle it."""
+    path = tmp_path / f"model.{suffix}"
+    index = tmp_path / "model.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": path.name}}))
+    error = InvalidInputError if suffix == "pth.tar" else FormatError
+    for kind, data in _KINDS.items():
+        path.write_bytes(data)
+        for given in (path, index):
+            with pytest.raises(error, match=re.escape(f"{path} is {kind}")) as told:
+                import_file(store, given, run="r", step=1)
+            assert told.value.hint, kind
+            assert "weights_only=False" not in str(told.value)
+    assert store.versions() == []
+
+
+@pytest.mark.parametrize(
+    "suffix", ["", ".pth.tar", ".pkl", ".model", ".th", ".bin", ".safetensors"]
+)
+def test_the_content_decides_under_any_suffix(
+    store: ckptstore.Store, tmp_path: Path, suffix: str
+) -> None:
+    """Both forms of torch.save, and safetensors, are read whatever their names end in."""
+    contents = [
+        _torch_bytes(),
+        _torch_bytes(_use_new_zipfile_serialization=False),
+        safetensors.torch.save({"w": torch.ones(2)}),
+    ]
+    for step, data in enumerate(contents):
+        (tmp_path / f"file{suffix}").write_bytes(data)
+        import_file(store, tmp_path / f"file{suffix}", run="r", step=step)
+        assert store.load(f"r@{step}")["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "spm.model", "README.md"])
+def test_a_file_beside_the_weights_that_is_something_else_is_refused(
+    store: ckptstore.Store, folder: Path, name: str
+) -> None:
+    """A pointer or an error page would be served as a tokenizer; a card may begin with HTML."""
+    (folder / "README.md").write_bytes(b"<!DOCTYPE html><div align=center>")
+    (folder / "empty.txt").touch()
+    import_file(store, folder, run="right")
+    for kind in ("a Git LFS pointer", "a gzip file", "a file that begins with zeros"):
+        (folder / name).write_bytes(_KINDS[kind])
+        with pytest.raises(FormatError, match=f"{name} is {kind}"):
+            import_file(store, folder, run="r")
+    if name != "README.md":
+        (folder / name).write_bytes(_KINDS["an HTML page"])
+        with pytest.raises(FormatError, match=f"{name} is an HTML page"):
+            import_file(store, folder, run="r")
+
+
+def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Sums of zip records, sizes in an index, names of the hub's blobs; absent sums are right."""
+    data = bytearray(_torch_bytes())
+    data[data.index(torch.ones(2).numpy().tobytes())] ^= 1
+    path = tmp_path / "a.pt"
     path.write_bytes(data)
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(FormatError, match="CRC"):
         import_file(store, path, run="r", step=1)
-    assert caught.value.message.endswith(f"is not a sound file of torch.save: {why}")
-    assert caught.value.hint
+    torch.serialization.set_crc32_options(False)
+    try:
+        import_file(store, _saved(tmp_path, "b.pt", {"w": torch.ones(2)}), run="sumless", step=1)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    index = tmp_path / "m.safetensors.index.json"
+    for size in (7, 8, 9):
+        found = {"metadata": {"total_size": size}, "weight_map": {"w": "m.safetensors"}}
+        index.write_text(json.dumps(found))
+        wrong = pytest.raises(FormatError, match="hold 9 bytes of tensors; they hold 8")
+        with wrong if size == 9 else nullcontext():
+            import_file(store, index, run=f"size{size}", step=1)
+    (tmp_path / "blobs").mkdir()
+    whole = (tmp_path / "m.safetensors").read_bytes()
+    blob = tmp_path / "blobs" / hashlib.sha256(whole).hexdigest()
+    (tmp_path / "link.safetensors").symlink_to(blob)
+    blob.write_bytes(whole)
+    import_file(store, tmp_path / "link.safetensors", run="hub", step=1)
+    blob.write_bytes(whole[:-1] + b"x")
+    with pytest.raises(FormatError, match="SHA-256"):
+        import_file(store, tmp_path / "link.safetensors", run="hub", step=2)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_storages_come_as_tensors_of_one_dimension(
+    store: ckptstore.Store, tmp_path: Path, *, zipped: bool
+) -> None:
+    """weights_only reads them; they share memory with the tensors that they hold."""
+    whole = torch.arange(4.0)
+    raw = whole.untyped_storage()
+    kind: Any = torch.TypedStorage
+    typed = kind(wrap_storage=raw, dtype=torch.float32, _internal=True)
+    state: dict[str, Any] = {"w": whole, "typed": typed, "pair": (typed, 1)}
+    if zipped:  # the old form has no such storage
+        state["deep"] = [{"raw": torch.arange(3).byte().untyped_storage()}]
+    path = _saved(tmp_path, "s.pt", state, _use_new_zipfile_serialization=zipped)
+    import_file(store, path, run="r", step=1)
+    found = store.load("r@1")
+    assert torch.equal(found["typed"], whole)
+    assert found["typed"].data_ptr() == found["w"].data_ptr() == found["pair"][0].data_ptr()
+    if zipped:
+        assert found["deep"][0]["raw"].tolist() == [0, 1, 2]
 
 
 def test_archive_that_torch_would_not_write_is_refused(
@@ -709,9 +897,9 @@ def test_files_that_are_not_there_or_of_no_kind(store: ckptstore.Store, tmp_path
     """A missing file and an unknown kind are errors that say what is read."""
     with pytest.raises(ObjectNotFoundError, match=r"nope\.pt"):
         import_file(store, tmp_path / "nope.pt", run="r", step=1)
-    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "notes.dat").write_bytes(b"\xfe\xdc\xba")
     with pytest.raises(InvalidInputError, match="no kind") as caught:
-        import_file(store, tmp_path / "notes.txt", run="r", step=1)
+        import_file(store, tmp_path / "notes.dat", run="r", step=1)
     assert ".safetensors" in caught.value.hint
 
 

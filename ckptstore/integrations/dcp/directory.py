@@ -30,6 +30,7 @@ from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.metadata_pickle import ArchivePlace, Described, read_metadata
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line, unpickled
+from ckptstore.integrations.file_kinds import ARCHIVE, HEAD_BYTES, check_beside
 from ckptstore.model import Version
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
@@ -111,6 +112,8 @@ def import_directory(
         file = folder / METADATA_FILE
         with file.open("rb") as opened:
             data = opened.read(limits.DCP_METADATA_BYTES_MAX + 1)
+        if not data.startswith(b"\x80"):
+            check_beside(file, data)
         described = read_metadata(data, where=str(file))
         paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
         items = _items(described)
@@ -175,6 +178,7 @@ def _read(folder: Path, item: _Item) -> bytes:
     with opened:
         size = os.fstat(opened.fileno()).st_size
         if place.offset + place.length > size:
+            check_beside(file, opened.read(HEAD_BYTES), ARCHIVE)
             msg = f"{item.name!r} ends at byte {place.offset + place.length} of {file}, of {size}"
             raise errors.FormatError(msg, hint="the directory is incomplete")
         opened.seek(place.offset)
@@ -190,7 +194,7 @@ def _loaded(folder: Path, item: _Item) -> Any:  # a tensor or a plain value
     except pickle.UnpicklingError as error:
         msg = f"{item.name!r} in {item.place.file} needs more than weights_only=True allows"
         msg = f"{msg}: {first_line(error)}"
-        hint = "if you trust it, load it with dcp.load and save it with CkptStoreWriter"
+        hint = "in the program that wrote it, save plain values, or save with CkptStoreWriter"
         raise errors.PolicyError(msg, hint=hint) from error
     except Exception as error:  # torch may raise any error on a hostile pickle
         msg = f"{item.name!r} in {item.place.file} is not sound: {first_line(error)}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,6 +16,8 @@ from ckptstore.errors import FormatError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+_READ_BYTES: Final = 1 << 20
 
 
 def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # any value
@@ -79,7 +83,7 @@ def pickled(value: object) -> io.BytesIO:
 
 
 def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
-    """Refuse an archive that torch.save would not write: compressed, or larger than its file.
+    """Refuse an archive that torch.save would not write, or of which a checksum is wrong.
 
     Raises
     ------
@@ -89,8 +93,18 @@ def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise FormatError(f"{where} is not a sound file of torch.save: {error}") from error
+            _check_records(records, size_bytes, where)
+            for record in records:
+                if record.CRC:  # 0: torch was told to compute none
+                    with archive.open(record) as opened:
+                        while opened.read(_READ_BYTES):
+                            pass
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
+        msg = f"{where} is not a sound file of torch.save: {error}"
+        raise FormatError(msg, hint="it is damaged or truncated: copy it again") from error
+
+
+def _check_records(records: Sequence[zipfile.ZipInfo], size_bytes: int, where: str) -> None:
     if any(
         r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
     ):
@@ -99,8 +113,11 @@ def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
         raise FormatError(msg, hint=hint)
     if sum(record.file_size for record in records) > size_bytes:
         raise FormatError(f"{where} claims more bytes than it has")
+    if len({record.filename for record in records}) < len(records):
+        raise FormatError(f"{where} holds two records of one name")
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, shortened."""
-    return str(error).strip().split("\n", 1)[0][:200]
+    """Return the first line of an error's text, shortened; without torch's advice to unpickle."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+    return re.split(r" (?=Please |In PyTorch |Re-running )|\n", text, maxsplit=1)[0][:200]
