@@ -34,8 +34,7 @@ def _objects(place: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    ("count", "kept", "ages"),
-    [(30, 0, _ZERO), (30, 5, _ZERO), (30, 5, {}), (3, 0, {}), (1, 0, {})],
+    ("count", "kept", "ages"), [(30, 0, _ZERO), (30, 5, _ZERO), (30, 5, {}), (3, 0, {}), (1, 0, {})]
 )
 def test_objects_of_lost_commits_are_not_collected(
     tmp_path: Path, count: int, kept: int, ages: dict[str, float]
