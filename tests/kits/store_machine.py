@@ -425,7 +425,9 @@ class StoreMachine(RuleBasedStateMachine):
             row = self.model.rows[version.id]
             assert version.level == row.level
             assert version.pinned == row.pinned
+            assert version.abandoned == row.abandoned
             assert version.manifest_key == row.manifest or row.level == "record"
+        assert {run.name: run.head for run in catalog.runs()} == self.model.heads
         assert set(catalog.condemned) == self.model.pending
         tags = {(v.run, tag): v.id for v in catalog.versions() for tag in v.tags}
         there = {
