@@ -71,7 +71,7 @@ def _same_target(url: Callable[[str], str], _folder: Path) -> object:
 
 def _other_replica(url: Callable[[str], str], folder: Path) -> object:
     with ckptstore.open(url("s")) as store:
-        if "there" not in store.replicas():
+        if not store.replicas():
             store.add_replica("there", url("t"))
             shutil.rmtree(folder / "t")
             _made(url("t"))
@@ -91,7 +91,7 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[Callable[[str], str], Path]
     "wrong key": (errors.EncryptionKeyError, _wrong_key),
     "damaged pack": (errors.CorruptTensorError, _damaged_pack),
     "target is the source": (errors.ConflictError, _same_target),
-    "another store in place of a replica": (errors.ConflictError, _other_replica),
+    "another store in place of a replica": (errors.ReplicaChangedError, _other_replica),
     "job without a target": (errors.CkptStoreError, _job_without_target),
 }
 
