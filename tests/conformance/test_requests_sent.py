@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.message import Message
+from typing import Any
 
 import pytest
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
@@ -35,12 +36,13 @@ class Recorder:
         key = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
         line = f"{key};BlobEndpoint={place}/{AZURE_ACCOUNT}"
         s3 = {"key": "k", "secret": "s", "endpoint_url": place}
-        scheme, options = {
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
             "s3": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "direct"}),
             "s3fs": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "s3fs"}),
             "gcs": ("gs", {"token": "anon", "endpoint_url": place}),
             "azure": ("az", {"connection_string": line}),
-        }[kind]
+        }
+        scheme, options = kinds[kind]
         return open_backend(f"{scheme}://bucket/p", retry=False, **options)
 
 
@@ -166,7 +168,8 @@ ANSWERS: dict[tuple[int, str], tuple[type[Exception], type[Exception], type[Exce
 def test_nothing_is_sent_twice(recorder: Recorder, kind: str, status: int, code: str) -> None:
     """Each refusal has its error at once: only the retry wrapper sends again."""
     backend = recorder.backend(kind)
-    calls = (WRITES["create"], WRITES["put"], lambda backend: backend.get("a", bytes_max=1 << 20))
+    reading: Callable[[Backend], object] = lambda one: one.get("a", bytes_max=1 << 20)  # noqa: E731
+    calls = (WRITES["create"], WRITES["put"], reading)
     for call, error in zip(calls, ANSWERS[status, code], strict=True):
         recorder.asked.clear()
         recorder.answers[:] = [(status, code)] * 3

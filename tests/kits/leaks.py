@@ -66,4 +66,4 @@ def assert_no_leak(folder: Path, error: type[BaseException], fail: Callable[[], 
     with pytest.raises(error) as caught:
         fail()
     assert (descriptors(), temporary_files(folder)) == before
-    assert caught.value
+    assert isinstance(caught.value, error)

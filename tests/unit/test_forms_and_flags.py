@@ -146,5 +146,5 @@ def _named(store: Store, ref: str) -> str:
         loaded = store.load(ref)
     except (CorruptTensorError, VersionNotFoundError):
         return name.lower()
-    assert float(loaded["model"]["w"][0]) == store.resolve(ref).metrics["loss"]  # type: ignore[index]
+    assert float(loaded["model"]["w"][0]) == store.resolve(ref).metrics["loss"]
     return name

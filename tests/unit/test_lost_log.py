@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def _objects(place: Path) -> set[Path]:
     ("count", "kept", "ages"), [(30, 0, _ZERO), (30, 5, _ZERO), (30, 5, {}), (3, 0, {}), (1, 0, {})]
 )
 def test_objects_of_lost_commits_are_not_collected(
-    tmp_path: Path, count: int, kept: int, ages: dict[str, float]
+    tmp_path: Path, count: int, kept: int, ages: dict[str, Any]
 ) -> None:
     """Collection refuses and deletes nothing; with the commits back, every version loads.
 

@@ -152,7 +152,7 @@ def _check(store: Store, version: Version, told: str) -> None:
     if version.level == "full":
         assert equal(state, meant), told
     elif version.level == "weights":
-        assert equal(state["model"], meant["model"]), told  # type: ignore[index]
+        assert equal(state["model"], meant["model"]), told
 
 
 _EFFECTS: dict[str, Callable[[Store, Store], bool]] = {

@@ -24,6 +24,7 @@ from ckptstore.config import Options
 from ckptstore.errors import OperationCancelledError, SaverDiedError, StorageError, StorageFullError
 from ckptstore.repo import create_on
 from ckptstore.saver import job_writer
+from ckptstore.saver.save_job import write_job
 from ckptstore.store import Store
 
 _NAMES = itertools.count()
@@ -48,7 +49,7 @@ def test_saves_are_handed_over_in_the_order_of_the_calls(stages: tuple[Any, ...]
         go.set()
         assert [save.result().step for save in saves] == [0, 1, 2]
         assert [version.step for version in run.versions()] == [0, 1, 2]
-        assert all(torch.equal(run.load(n)["w"], _state(n)["w"]) for n in range(3))  # type: ignore[index]
+        assert all(torch.equal(run.load(n)["w"], _state(n)["w"]) for n in range(3))
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -93,12 +94,12 @@ def test_each_end_is_told_once(
 
     The memory comes back, and the next save is durable, whatever the end.
     """
-    write, error, known = job_writer.write_job, _ENDS[end], threading.Event()
+    error, known = _ENDS[end], threading.Event()
 
     def ending(*args: Any, **words: Any) -> Any:  # noqa: ANN401
         known.wait()
         if error is None or end == "cancelled":
-            return write(*args, **words)
+            return write_job(*args, **words)
         raise error("no")
 
     monkeypatch.setattr(job_writer, "write_job", ending)
@@ -109,7 +110,7 @@ def test_each_end_is_told_once(
     assert end != "cancelled" or pending.cancel()
     known.set()
     pending._save.wait()
-    monkeypatch.setattr(job_writer, "write_job", write)
+    monkeypatch.setattr(job_writer, "write_job", write_job)
     if asked and error:
         with pytest.raises(error):
             pending.result()
