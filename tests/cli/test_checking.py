@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaging import flip_pack
 
 import ckptstore
 
@@ -22,10 +23,7 @@ def damaged(store_path: Path) -> Path:
     with ckptstore.open(store_path) as store:
         latest = store.version("gpt@500")
         pack = latest._content.manifest.pieces.packs[int(latest._content.manifest.pieces.pack[0])]
-    path = store_path / "packs" / pack[:2] / f"{pack}.pack"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 1
-    path.write_bytes(data)
+    flip_pack(store_path / "packs" / pack[:2] / f"{pack}.pack")
     return store_path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaging import flip_pack
 from typer.main import get_command
 
 import ckptstore.cli
@@ -25,10 +26,7 @@ Cli = Callable[..., Any]
 def _damage(store: Path) -> str:
     """Flip a bit in the newest run's only pack and return its key."""
     packs = sorted(store.glob("packs/*/*.pack"), key=lambda path: path.stat().st_size)
-    data = bytearray(packs[0].read_bytes())
-    data[150] ^= 4
-    packs[0].chmod(0o644)
-    packs[0].write_bytes(data)
+    flip_pack(packs[0])
     return packs[0].stem
 
 

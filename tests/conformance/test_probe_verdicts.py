@@ -303,13 +303,29 @@ def test_stale_listing_is_no_atomic_storage() -> None:
     assert said in advice(report.to_dict())
 
 
-def test_unclear_answers_are_no_verdict() -> None:
-    """A creator that gets no clear answer leaves the verdict open."""
+@pytest.mark.parametrize(
+    ("at", "times", "when", "failed"),
+    [
+        (1, 1, When.BEFORE, {"create twice"}),
+        (2, 1, When.BEFORE, {"create twice"}),
+        (3, 0, When.BEFORE, {"race"}),  # no round has an owner
+        (3, 2 * limits.PROBE_CREATORS, When.BEFORE, {"race"}),  # nor the first, also when repeated
+        (3, limits.PROBE_CREATORS, When.BEFORE, set()),  # repeated, it has one
+        (3, 0, When.AFTER, set()),  # the stored bytes tell who won
+    ],
+)
+def test_unclear_answers_are_no_verdict(at: int, times: int, when: When, failed: set[str]) -> None:
+    """Creators without a clear answer, and rounds without an owner, leave the verdict open."""
     fault = BackendFault(
-        calls=frozenset({"put_if_absent"}), error=lambda: AmbiguousWriteError("lost")
+        calls=frozenset({"put_if_absent"}),
+        at=at,
+        times=times,
+        when=when,
+        error=lambda: AmbiguousWriteError("lost"),
     )
-    report = probe(FaultyBackend(MemoryBackend("probe-unclear"), fault))
-    assert report.put_if_absent is PutIfAbsent.UNKNOWN
+    report = probe(FaultyBackend(MemoryBackend(f"unclear/{at}/{times}/{when}"), fault))
+    assert {name for name, passed in names(report).items() if not passed} == failed
+    assert report.put_if_absent is (PutIfAbsent.UNKNOWN if failed else PutIfAbsent.ATOMIC)
 
 
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])

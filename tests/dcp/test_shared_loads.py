@@ -11,6 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch.distributed as dist
+from damaging import flip_pack
 from local_servers import Server, start_paced
 from rankkit import sharing
 from rankkit.groups import Group, run_ranks
@@ -140,10 +141,7 @@ def test_a_rank_that_fails_fails_all_and_the_group_stays_usable(url: str) -> Non
 def test_damage_in_the_store_is_named_by_all(url: str) -> None:
     """A flipped byte of a pack: every rank raises CorruptTensorError with rank and tensor."""
     for pack in sorted(Path(url, "packs").rglob("*.pack")):
-        data = bytearray(pack.read_bytes())
-        data[len(data) // 2] ^= 1
-        pack.chmod(0o600)
-        pack.write_bytes(data)
+        flip_pack(pack, only=0)
 
     ends = [run[0] for run in run_ranks(sharing.fail_in_turn, 3, url, [("damaged", 9, 1)] * 1)]
 

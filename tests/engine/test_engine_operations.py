@@ -16,6 +16,7 @@ from typing import Any
 import enginetasks as tasks
 import pytest
 import torch
+from damaging import flip_pack
 from daskcluster import Cluster
 
 import ckptstore
@@ -92,9 +93,7 @@ def harm(root: Path) -> None:
     """Flip a bit in the oldest pack, cut the next one short, and remove the third."""
     packs = root.glob("packs/*/*.pack")
     first, second, third, *_ = sorted(packs, key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(first.read_bytes())
-    data[len(data) // 2] ^= 1
-    first.write_bytes(data)
+    flip_pack(first)
     second.write_bytes(second.read_bytes()[:-1000])
     third.unlink()
 
@@ -231,9 +230,7 @@ def test_a_damaged_version_keeps_no_other_back(tmp_path: Path, spec: Spec, name:
         ckptstore.open(tmp_path / "u", create=True) as plain,
     ):
         pack = max(root.glob("packs/*/*.pack"), key=lambda path: path.stat().st_mtime_ns)
-        data = bytearray(pack.read_bytes())
-        data[len(data) // 2] ^= 1
-        pack.write_bytes(data)
+        flip_pack(pack)
         report = source.replicate(target, executor=spec(name))
         assert [failure.step for failure in report.failures] == [3]
         assert report.failures == source.replicate(plain).failures

@@ -8,8 +8,8 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,46 @@ def test_a_cancelled_task_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
                 list(engine.map(tasks.hold, plan()))
             with pytest.raises(WorkerDiedError, match="after shutdown"):
                 list(engine.map(tasks.hold, [str(folder)]))
+
+
+class _Manned:
+    """Executor that has some number of workers at each look."""
+
+    def __init__(self, workers: list[int]) -> None:
+        self._workers = iter(workers)
+
+    @property
+    def _max_workers(self) -> int:
+        return next(self._workers)
+
+
+_LOOKS = int(limits.ENGINE_WORKERS_WAIT_S / limits.ENGINE_LOOK_S)
+
+
+@pytest.mark.parametrize(
+    ("workers", "given_up"),
+    [
+        ([1] * 3 * _LOOKS, False),
+        ([0] * _LOOKS + [2] + [0] * _LOOKS, False),
+        ([0] * (_LOOKS + 1), True),
+        ([1] * _LOOKS + [0] * (_LOOKS + 1), True),
+    ],
+    ids=["alive", "back in time", "never there", "gone"],
+)
+def test_only_absent_workers_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, workers: list[int], given_up: bool
+) -> None:
+    """A task may take as long as it likes while workers are there; without any it ends in time."""
+    pool: Any = _Manned(workers)
+    looks, task = iter(workers), Future[int]()
+
+    def look(pending: set[Any], *_: object) -> tuple[set[Any], set[Any]]:
+        return (pending, set()) if next(looks, None) is None else (set(), pending)
+
+    monkeypatch.setattr("ckptstore.engine.engine.futures.wait", look)
+    with pytest.raises(WorkerDiedError, match="no worker has been") if given_up else nullcontext():
+        assert Engine(pool)._wait({task}) == {task}
+    assert list(looks) == []
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,30 +104,6 @@ def test_the_next_save_raises(
         assert pending.error is not None
 
 
-def test_a_save_in_the_foreground_raises_it_too(tmp_path: Path, switch: Path, engine: str) -> None:
-    """`save` after `save_async` does not go on as if nothing had been."""
-    with _broken(tmp_path, errno.EIO, switch, engine) as store:
-        run = store.run("gpt")
-        switch.touch()
-        run.save_async(_state(1), step=1)
-        store._saver.wait()
-        switch.unlink()
-        with pytest.raises(StorageError):
-            run.save(_state(2), step=2)
-        assert run.save(_state(2), step=2).parent == ""
-
-
-def test_close_raises(tmp_path: Path, switch: Path, engine: str) -> None:
-    """The last error of all is raised by `close`, and the store is closed all the same."""
-    switch.touch()
-    store = _broken(tmp_path, errno.ENOSPC, switch, engine)
-    pending = store.run("gpt").save_async(_state(1), step=1)
-    with pytest.raises(StorageFullError):
-        store.close()
-    assert pending.state == "failed"
-    store.close()
-
-
 def test_close_does_not_hide_what_ended_the_block(
     tmp_path: Path, switch: Path, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,17 +118,6 @@ def _train_and_fail(store: Store) -> None:
     with store:
         store.run("gpt").save_async(_state(1), step=1)
         _ = 1 / 0
-
-
-def test_an_error_that_was_asked_for_is_not_raised_again(
-    tmp_path: Path, switch: Path, engine: str
-) -> None:
-    """Who has heard of a failure decides; `close` is silent then."""
-    switch.touch()
-    with _broken(tmp_path, errno.ENOSPC, switch, engine) as store:
-        pending = store.run("gpt").save_async(_state(1), step=1)
-        with pytest.raises(StorageFullError):
-            pending.result()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_pack
 
 import ckptstore
 from ckptstore import reports
@@ -81,9 +82,7 @@ def test_a_prompt_gets_one_short_line(store: ckptstore.Store, name: str) -> None
 def test_damage_is_in_the_table(store: ckptstore.Store) -> None:
     """A report with problems has a row for each."""
     pack = next(Path(store.url, "packs").rglob("*.pack"))
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip_pack(pack)
     report = store.verify()
     assert "problem" in repr(report)
     assert report.problems[0].message in _cells(report._repr_html_())

@@ -35,6 +35,8 @@ class Row:
     may_lack: bool = False
     """It was forked from a version that had been reduced before, or was at the fork."""
     deleted: bool = False
+    abandoned: bool = False
+    """A rollback left it beside the line of its run."""
     pinned: bool = False
     needs: frozenset[str] = frozenset()
     """Keys of its manifest and of the packs that this names."""
@@ -56,7 +58,7 @@ class CatalogModel:
     """Pending and swept."""
     pending: set[str] = field(default_factory=set)
     heads: dict[str, str] = field(default_factory=dict)
-    """Of each run, where the commits say it: not after the head was deleted."""
+    """Of each run; empty where all versions were deleted."""
     tags: dict[tuple[str, str], str] = field(default_factory=dict)
     """Run and tag to the version."""
     young_s: float = 0.0
@@ -98,9 +100,13 @@ class CatalogModel:
             for row in rows:
                 assert row.deleted
                 row.deleted = False
+                self.heads[row.run] = self.heads[row.run] or self._newest(row.run)
             return rows
         elif kind == "rollback":
             assert not self.rows[op["version"]].deleted
+            left, kept = self._line(self.heads[op["run"]]), self._line(op["version"])
+            for row in (*left, *kept):
+                row.abandoned = row not in kept
             self.heads[op["run"]] = op["version"]
         elif kind in {"pin", "unpin"}:
             row = self.rows[op["version"]]
@@ -154,14 +160,27 @@ class CatalogModel:
             if by_policy:
                 age_s = self._stored_s(self.number) - self._stored_s(row.commit)
                 assert age_s >= self.young_s, f"{row.id} was deleted {age_s} s after it came"
-                assert self.heads.get(row.run) != row.id, f"{row.id} is a head"
+                assert self.heads[row.run] != row.id, f"{row.id} is a head"
                 assert row.id not in named, f"{row.id} is tagged"
             row.deleted = True
             self._note(row, "gone")
         for version in op["versions"]:
             run = self.rows[version].run
-            if self.heads.get(run) == version:
-                del self.heads[run]
+            if self.heads[run] == version:
+                self.heads[run] = self._newest(run)
+
+    def _line(self, version: str) -> list[Row]:
+        """Return a version and those before it in its run, through deleted ones."""
+        row = self.rows.get(version)
+        if row is None:
+            return []
+        parent = self.rows.get(row.parent)
+        return [row, *(self._line(row.parent) if parent and parent.run == row.run else ())]
+
+    def _newest(self, run: str) -> str:
+        """Return the version that a run goes on from: the last one, abandoned ones after all."""
+        left = [row for row in self.rows.values() if row.run == run and not row.deleted]
+        return max(left, key=lambda row: (not row.abandoned, row.commit)).id if left else ""
 
     def _stored_s(self, number: int) -> float:
         """Return when a commit was stored, by the storage's clock."""

@@ -226,9 +226,15 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._idle() and self._versions())
     @rule(draw=DRAW)
     def remove(self, draw: int) -> None:
-        """Remove a version."""
+        """Remove a version; sometimes after a rollback to it, which leaves what came later."""
         version = self._pick(draw)
-        self._begin(draw, "remove", lambda store: store.remove([f"#{version}"], force=True))
+
+        def work(store: Store) -> None:
+            if draw % 4 == 1:
+                store.rollback(f"#{version}")
+            store.remove([f"#{version}"], force=True)
+
+        self._begin(draw, "remove", work)
 
     @precondition(lambda self: self._idle() and self._versions(deleted=True))
     @rule(draw=DRAW)
@@ -425,7 +431,9 @@ class StoreMachine(RuleBasedStateMachine):
             row = self.model.rows[version.id]
             assert version.level == row.level
             assert version.pinned == row.pinned
+            assert version.abandoned == row.abandoned
             assert version.manifest_key == row.manifest or row.level == "record"
+        assert {run.name: run.head for run in catalog.runs()} == self.model.heads
         assert set(catalog.condemned) == self.model.pending
         tags = {(v.run, tag): v.id for v in catalog.versions() for tag in v.tags}
         there = {

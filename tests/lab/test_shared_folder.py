@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damaging import flip_pack
 from labkit.campaign import rounds
 
 import ckptstore
@@ -134,9 +135,7 @@ def test_members_tidy_up_after_one_another(folder: Path, other: int) -> None:
 
     work_as(other, folder, collect)
     damaged = max((folder / "packs").rglob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip_pack(damaged)
 
     def mend(store: Store) -> None:
         assert not store.verify().ok

@@ -68,6 +68,40 @@ def test_time_runs_from_the_signal() -> None:
         assert preemption.remaining_s == 0
 
 
+@pytest.mark.parametrize(
+    ("own_s", "other_ms", "left_s"),
+    [
+        (10.0, 0, 20.0),
+        (None, 10_000, 20.0),
+        (10.0, 2_250, 20.0),
+        (2.25, 10_500, 19.5),
+        (0.5, 0, 29.5),
+    ],
+)
+def test_the_tightest_deadline_of_all_ranks_holds(
+    monkeypatch: pytest.MonkeyPatch, own_s: float | None, other_ms: int, left_s: float
+) -> None:
+    """Ranks that heard of the end at different times, or never, have the same time left."""
+    environment, sent = SimulatedEnvironment(), list[int]()
+
+    def with_other_ranks(said: torch.Tensor, **_: object) -> None:
+        sent.extend(said.tolist())
+        said.copy_(said.maximum(torch.tensor([signal.SIGTERM, 9, other_ms])))
+
+    monkeypatch.setattr("ckptstore.integrations.ranks.together", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_reduce", with_other_ranks)
+    monkeypatch.setattr(Preemption, "_meeting_place", lambda _: torch.device("cpu"))
+    with Preemption(deadline_s=30, environment=environment) as preemption:
+        environment.sleep(1000)
+        if own_s is not None:
+            _send(signal.SIGTERM)
+            environment.sleep(own_s)
+        assert not preemption.should_stop(7)
+        assert sent == [signal.SIGTERM if own_s else 0, 7, int(1000 * (own_s or 0))]
+        assert preemption.stop_at == 9
+        assert preemption.remaining_s == pytest.approx(left_s)
+
+
 def test_a_handler_that_was_there_is_called_and_comes_back() -> None:
     """Who listened to the signal before still hears it, and alone again afterwards."""
     heard: list[int] = []

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from damaging import flip_pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortening import examples
@@ -174,10 +175,7 @@ def test_damage_is_told_before_anything_is_returned(store: Store, tmp_path: Path
     state = _state()
     store.run("gpt").save(state, step=0, codec="raw")
     (pack,) = (path for path in tmp_path.rglob("*") if path.stat().st_size > CHUNK)
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    flip_pack(pack)
     with pytest.raises(CorruptTensorError, match=r"large|one|again|turned"):
         store.load("gpt@0")
 

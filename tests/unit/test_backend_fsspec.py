@@ -10,9 +10,11 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -25,6 +27,7 @@ from ckptstore.backends.fsspec_errors import is_answer, number_of, translate
 from ckptstore.backends.fsspec_ftp import Ftp
 from ckptstore.backends.fsspec_servers import Smb, WebDav, system_of
 from ckptstore.backends.fsspec_systems import System
+from ckptstore.config import SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
@@ -39,6 +42,7 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsafeBackendError,
 )
+from ckptstore.format.keys import pack_key
 
 
 class Metered(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
@@ -95,6 +99,82 @@ def test_a_file_system_with_a_plain_cache(monkeypatch: pytest.MonkeyPatch) -> No
     fsspec.register_implementation("metered", Metered, clobber=True)
     with ckptstore.open("metered://plain", create=True, single_writer=True) as store:
         assert store.run("r").save({"w": 1}, step=1).step == 1
+
+
+class Timed(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Tells some time of each file, under some name."""
+
+    protocol = "timed"
+    times: ClassVar[dict[str, object]] = {}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:  # noqa: ANN401
+        """List a folder."""
+        found = super().ls(path, detail=True, **options)
+        bare = [{key: row[key] for key in ("name", "size", "type")} for row in found]
+        return [row | self.times for row in bare] if detail else [row["name"] for row in bare]
+
+    def info(self, path: str, **options: Any) -> Any:  # noqa: ANN401
+        """Describe a file."""
+        found = super().info(path, **options)
+        return {key: found[key] for key in ("name", "size", "type")} | self.times
+
+
+_OLD = datetime(2020, 1, 2, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("times", "old"),
+    [
+        ({}, False),
+        ({"mtime": None, "created": "a while ago"}, False),
+        ({"LastModified": _OLD.isoformat()}, True),
+        ({"last_modified": _OLD}, True),
+        ({"mtime": _OLD.timestamp()}, True),
+        ({"modified": "a while ago", "created": int(_OLD.timestamp())}, True),
+    ],
+)
+def test_an_object_of_unknown_age_is_young(
+    monkeypatch: pytest.MonkeyPatch, times: dict[str, object], old: bool
+) -> None:
+    """A collection leaves an orphan whose time the file system does not tell."""
+    fsspec.register_implementation("timed", Timed, clobber=True)
+    monkeypatch.setattr("ckptstore.maintenance.collect.gc.storage_now", lambda _: 2e9)
+    monkeypatch.setattr(SystemEnvironment, "now_ms", lambda _: 2_000_000_000_000)
+    with ckptstore.open(f"timed://{id(times)}", create=True, single_writer=True) as store:
+        backend = store.repo.backend
+        monkeypatch.setattr(Timed, "times", times)
+        orphan = pack_key("ab" * 16)
+        backend.put(orphan, b"x")
+        assert backend.stat(orphan).modified_at == (_OLD.timestamp() if old else 2e9)
+        store.gc(grace_s=0)
+        assert [info.key for info in backend.list("packs/")] == ([] if old else [orphan])
+
+
+class Rivalled(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Needs folders; while one is made, another client creates the file."""
+
+    protocol = "rivalled"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
+        """Write a file into a folder that is there."""
+        if not self.exists(path.rpartition("/")[0]):
+            raise FileNotFoundError(path)
+        super().pipe_file(path, value, mode=mode)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        super().makedirs(path, exist_ok=exist_ok)
+        super().pipe_file(f"{path}/1", b"rival", mode="create")
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_both_tries_of_a_write_have_its_condition(conditional: bool) -> None:
+    """A create whose folder was missing does not overwrite what came while it was made."""
+    system, fs, top = System(), Rivalled(), f"/rivalled-{conditional}"
+    fs.mkdir(top)
+    with pytest.raises(FileExistsError) if conditional else nullcontext():
+        system.write(fs, f"{top}/commits/1", b"mine", f"{top}/.tmp", conditional=conditional)
+    assert fs.cat_file(f"{top}/commits/1") == (b"rival" if conditional else b"mine")
 
 
 def test_the_listing_skips_what_lies_before(tmp_path: Path) -> None:

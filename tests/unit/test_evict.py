@@ -173,15 +173,6 @@ def test_collected_here_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore
     _assert_loads(other, 1)
 
 
-def test_tagged_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
-    """A tag that comes before the commit keeps its version; the others go."""
-    other = ckptstore.Store(create_on(hot.repo.backend, exist_ok=True))
-    _watched(hot).before = lambda: other.tag("gpt@1", "good")
-    report = _evict(hot, cold)
-    assert [one.step for one in report.evicted] == [2]
-    assert _levels(hot) == ["full", "record", "full"]
-
-
 def test_what_is_not_all_there_stays(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
     """Versions whose objects are missing there are not let go."""
     gone = hot.versions()[0].id

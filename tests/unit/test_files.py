@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from damaging import flip_pack
 
 import ckptstore
 from ckptstore import limits
@@ -61,10 +62,7 @@ def damage() -> Callable[[Path], None]:
 
     def flip(root: Path) -> None:
         for pack in root.glob("packs/*/*.pack"):
-            data = bytearray(pack.read_bytes())
-            data[len(data) // 2] ^= 1
-            pack.chmod(0o644)
-            pack.write_bytes(data)
+            flip_pack(pack)
 
     return flip
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_object
 from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.catalog import content_ops
 from ckptstore.errors import ConflictError, CorruptTensorError, InvalidInputError, LimitError
 from ckptstore.limits import KIB
 from ckptstore.repo import create_on
@@ -172,6 +174,43 @@ def test_a_chunk_that_lies_about_its_content_does_not_travel(
 
     with pytest.raises(CorruptTensorError, match="does not match its chunk id"):
         here.fork("gpt", "copy", store=there)
+
+
+@pytest.mark.parametrize("way", ["fork", "replicate", "save"])
+@pytest.mark.parametrize("twin", ["sound", "damaged", "deleted", "reduced", "evicted"])
+def test_nothing_is_shared_with_a_twin_that_lost_its_chunks(
+    backends: Backends, twin: str, way: str
+) -> None:
+    """Beside a version with the same state, of which chunks are gone, all chunks are written."""
+    memory = backends()
+    here, there = _store(backends()), _store(memory)
+    for step in (1, 2):
+        here.run("gpt").save(_state(), step=step)
+    here.replicate(there, ["gpt@1"])
+    lost = there.resolve("gpt@1")
+    packs = [info.key for info in memory.list("packs/")]
+    if twin == "damaged":
+        for key in packs:
+            flip_object(memory, key)
+        digests = {lost.id: lost.manifest_digest}
+        there.repo.log.append(lambda now: content_ops.quarantine(now, digests))
+    elif twin == "deleted":
+        there.remove(["gpt@1"], force=True)
+    elif twin != "sound":
+        there.age(["gpt@1"], "weights" if twin == "reduced" else "record", force=True)
+    if twin not in ("sound", "damaged"):
+        there.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+    if way == "fork":
+        here.fork("gpt@2", "copy", store=there)
+    elif way == "replicate":
+        here.replicate(there, ["gpt@2"])
+    else:
+        there.run("gpt").save(_state(), step=2)
+
+    fresh, ref = _store(memory), "copy@2" if way == "fork" else "gpt@2"
+    _assert_equal(fresh.load(ref), _state())
+    shared = [role for role, part in fresh.resolve(ref).roles.items() if not part.new]
+    assert shared == {"sound": ["optimizer", "weights"], "reduced": ["weights"]}.get(twin, [])
 
 
 class _Collecting(WrapperBackend):

@@ -115,19 +115,3 @@ def test_a_target_without_classes_fails_its_step_alone(tmp_path: Path) -> None:
     assert failed.name == "archive-target"
     assert "no storage classes" in failed.error
     assert report.exit_code == InvalidInputError.exit_code
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        '[archive]\nmin_age = "30d"\n',
-        '[archive]\nclass = "no class"\n',
-        '[archive]\nclass = "GLACIER"\nmin_age = "long"\n',
-        '[archive]\nclass = "GLACIER"\nkeep_hot = "everything"\n',
-        '[archive]\nclass = "GLACIER"\nkeep_cold = "last 1"\n',
-    ],
-)
-def test_words_that_are_none_are_refused(tmp_path: Path, wrong: str) -> None:
-    """Before anything is opened."""
-    with pytest.raises(InvalidInputError):
-        _job(tmp_path, "cold://x", wrong)

@@ -122,18 +122,6 @@ def test_both_stores_keep_what_the_file_says(tmp_path: Path, reading: Reading) -
     assert _step(again, "replicate")["copied"] == 0
 
 
-def test_eviction_waits_for_the_copy(tmp_path: Path, reading: Reading) -> None:
-    """Content leaves the source only of versions that the target has, and comes back on demand."""
-    _train(tmp_path, 1, 2, 3)
-    job = reading('[select]\nkeep = "best 2 loss"\n[retain]\nevict = "last 1"\n')
-    assert _step(run_job(job), "evict")["evicted"] == 1
-    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
-        assert {v.step: v.level for v in hot.versions()} == {1: "full", 2: "record", 3: "full"}
-        assert hot.resolve("gpt@2").metrics == {"loss": 0.5}
-        cold.replicate(hot, ["gpt@2"])
-        assert hot.load("gpt@2")["model"]["w"][0] == 2.0
-
-
 def test_what_cannot_be_copied_holds_back_eviction(tmp_path: Path, reading: Reading) -> None:
     """A damaged version fails its step; the source is neither thinned out nor evicted."""
     _train(tmp_path, 1, 2)
@@ -204,6 +192,9 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
         ("[scrub]\ntarget = 1e-300\n", "scrub.target"),
         ("[scrub]\nsource = nan\n", "scrub.source"),
         ('[archive]\nclass = "glacier"\n', "archive.class"),
+        ('[archive]\nmin_age = "30d"\n', "class"),
+        ('[archive]\nclass = "GLACIER"\nmin_age = "long"\n', "archive.min_age"),
+        ('[archive]\nclass = "GLACIER"\nkeep_hot = "everything"\n', "archive.keep_hot"),
         ("[retain]\ntarget = {}\n", "retain.target"),
     ],
 )
@@ -232,24 +223,6 @@ def test_a_selection_that_names_nothing_makes_no_store(
     with pytest.raises(NotFoundError):
         run_job(reading(f"[select]\n{select}\n"))
     assert not (tmp_path / "cold").exists()
-
-
-@pytest.mark.parametrize("place", ["hot", "cold"])
-def test_a_scrub_mends_from_the_other_store(tmp_path: Path, reading: Reading, place: str) -> None:
-    """What a scrub of the source or the target finds damaged is brought back from the other."""
-    _train(tmp_path, 1, 2)
-    run_job(reading())
-    for path in (tmp_path / place / "packs").glob("*/*.pack"):
-        path.chmod(0o644)
-        path.write_bytes(path.read_bytes()[:300])
-    name = {"hot": "source", "cold": "target"}[place]
-    report = run_job(reading(f"[scrub]\n{name} = 1.0\n"))
-    found = _step(report, f"scrub-{name}")
-    assert found["problems"]
-    assert found["mended"] == 2
-    with ckptstore.open(tmp_path / place) as store:
-        assert store.verify().ok
-        assert store.load("gpt@2")["model"]["w"][0] == 2.0
 
 
 def test_one_store_is_no_archive_of_itself(tmp_path: Path) -> None:

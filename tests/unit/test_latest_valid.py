@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaging import flip_pack
 
 import ckptstore
 from ckptstore.catalog.refs import parse_ref, resolve
@@ -38,10 +39,7 @@ def store(root: Path) -> Iterator[ckptstore.Store]:
 def damage_data(root: Path, version: Version) -> None:
     """Flip a bit in the pack that a version alone wrote."""
     packs = sorted(root.glob("packs/*/*.pack"), key=lambda path: path.stat().st_mtime_ns)
-    pack = packs[version.step - 1]
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+    flip_pack(packs[version.step - 1])
 
 
 def cut_manifest(root: Path, version: Version) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,33 +14,48 @@ import ckptstore
 from ckptstore.errors import CorruptObjectError
 from ckptstore.format.keys import commit_key
 
+_ZERO = {"grace_s": 0.0, "orphan_age_s": 0.0}
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Return a store of thirty versions, closed."""
-    with ckptstore.open(tmp_path / "s", create=True) as store:
-        run = store.run("r")
-        for step in range(30):
-            run.save({"x": torch.full((50,), float(step))}, step=step)
-    return tmp_path / "s"
+    return _trained(tmp_path / "s", 30)
+
+
+def _trained(place: Path, count: int) -> Path:
+    with ckptstore.open(place, create=True) as store:
+        for step in range(count):
+            store.run("r").save({"x": torch.full((50,), float(step))}, step=step)
+    return place
 
 
 def _objects(place: Path) -> set[Path]:
     return {path for path in place.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kept", [0, 5])
-def test_objects_of_lost_commits_are_not_collected(place: Path, kept: int) -> None:
-    """Collection refuses and deletes nothing; with the commits back, every version loads."""
+@pytest.mark.parametrize(
+    ("count", "kept", "ages"), [(30, 0, _ZERO), (30, 5, _ZERO), (30, 5, {}), (3, 0, {}), (1, 0, {})]
+)
+def test_objects_of_lost_commits_are_not_collected(
+    tmp_path: Path, count: int, kept: int, ages: dict[str, Any]
+) -> None:
+    """Collection refuses and deletes nothing; with the commits back, every version loads.
+
+    Without any commit one old manifest is enough, at the ages that are the default.
+    """
+    place = _trained(tmp_path / "s", count)
     away = place.parent / "away"
     shutil.copytree(place / "commits", away)
-    for number in range(kept + 1, 31):
+    for number in range(kept + 1, count + 1):
         (place / commit_key(number)).unlink()
     before = _objects(place)
+    for path in before:
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 10 * 86_400))
     with ckptstore.open(place) as store:
         for dry_run in (True, False):
             with pytest.raises(CorruptObjectError, match="commits seem to be lost"):
-                store.gc(grace_s=0, orphan_age_s=0, dry_run=dry_run)
+                store.gc(**ages, dry_run=dry_run)
         report = store.verify()
 
     assert not report.ok
@@ -48,7 +64,7 @@ def test_objects_of_lost_commits_are_not_collected(place: Path, kept: int) -> No
     shutil.copytree(away, place / "commits", dirs_exist_ok=True)
     with ckptstore.open(place) as store:
         assert store.verify().ok
-        assert len(store.versions()) == 30
+        assert len(store.versions()) == count
 
 
 @pytest.mark.parametrize("kept", [0, 5])

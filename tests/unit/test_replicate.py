@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_object
 from metered import MeteredBackend
 from shortening import places
 
@@ -278,8 +279,7 @@ def test_a_damaged_version_keeps_no_other_back(backends: Backends) -> None:
     pack = source.version("gpt@2")._content.manifest.pieces.packs[0]
     key = f"packs/{pack[:2]}/{pack}.pack"
     sound = backend.get(key, bytes_max=1 << 20)
-    backend.delete(key)
-    backend.put(key, sound[:200] + bytes([sound[200] ^ 1]) + sound[201:])
+    flip_object(backend, key)
 
     report = source.replicate(target)
 
@@ -484,9 +484,7 @@ def test_what_was_not_read_back_is_not_relied_on(backends: Backends) -> None:
     run.save(_state(1), step=1)
     source.replicate(target, check=False)
     for info in list(memory.list("packs/")):  # what arrived is not what was sent
-        data = memory.get(info.key, bytes_max=1 << 30)
-        memory.delete(info.key)
-        memory.put(info.key, data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+        flip_object(memory, info.key)
     run.save(_state(2), step=2)
     source.replicate(target)
     _assert_loads(target, [target.resolve("gpt@2")])

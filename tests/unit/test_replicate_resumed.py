@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_object
 
 import ckptstore
 from ckptstore import limits
@@ -261,10 +262,7 @@ def test_a_damaged_orphan_is_copied_again(backends: Callable[[], MemoryBackend])
         source.run("a").save(_state(), step=1, codec="raw")
         _interrupted(source, inner)
         for info in inner.list("packs/"):
-            data = bytearray(inner.get(info.key, bytes_max=info.size_bytes))
-            data[300] ^= 1
-            inner.delete(info.key)
-            inner.put(info.key, data)
+            flip_object(inner, info.key)
         with _store(inner) as target:
             report = source.replicate(target, check=False)
             assert (report.resumed_bytes, len(report.copied)) == (0, 1)

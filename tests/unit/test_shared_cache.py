@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_pack
 from metered import MeteredBackend
 from programs import forkserver
 from simulated_environment import SimulatedEnvironment
@@ -269,10 +270,7 @@ def test_checks_read_the_storage(place: str, cache: Path) -> None:
     """Verify finds damage in the storage of what the cache still has whole."""
     _load(place, cache)
     pack = max(Path(place, "packs").rglob("*.pack"), key=lambda path: path.stat().st_size)
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    flip_pack(pack)
 
     store, _ = _opened(place, cache)
     with store:
@@ -283,10 +281,7 @@ def test_checks_read_the_storage(place: str, cache: Path) -> None:
 def test_damage_in_the_storage_is_an_error(place: str, cache: Path) -> None:
     """What is damaged in the storage too is the error that a load without cache raises."""
     pack = max(Path(place, "packs").rglob("*.pack"), key=lambda path: path.stat().st_size)
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.chmod(0o600)
-    pack.write_bytes(data)
+    flip_pack(pack)
 
     said = []
     for folder in (None, cache, cache):

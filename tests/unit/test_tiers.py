@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from damaging import flip_pack
 from metered import MeteredBackend
 
 import ckptstore
@@ -225,10 +226,7 @@ def test_pieces_that_are_lost_here_are_read_there(
     """Packs and manifests that are gone, a flipped bit: each load is whole, and warns."""
     packs = sorted((tmp_path / "hot" / "packs").rglob("*.pack"))
     packs[0].unlink()
-    data = bytearray(packs[1].read_bytes())
-    data[len(data) // 2] ^= 1
-    packs[1].chmod(0o600)
-    packs[1].write_bytes(data)
+    flip_pack(packs[1])
     with caplog.at_level(logging.WARNING, "ckptstore"):
         for step in STEPS:
             assert_same(hot.load(f"gpt@{step}"), step)

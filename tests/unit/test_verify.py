@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaging import flip_pack
 
 import ckptstore
 from ckptstore import limits
@@ -37,12 +38,10 @@ def store(root: Path) -> Iterator[ckptstore.Store]:
         yield opened
 
 
-def flip_pack(root: Path, place: int = -1) -> None:
-    """Flip a bit in the middle of one pack."""
-    pack = sorted(root.glob("packs/*/*.pack"), key=lambda path: path.stat().st_size)[place]
-    data = bytearray(pack.read_bytes())
-    data[len(data) // 2] ^= 1
-    pack.write_bytes(data)
+def flip_chunk(root: Path, place: int = -1) -> None:
+    """Flip a bit in one chunk of one pack."""
+    packs = sorted(root.glob("packs/*/*.pack"), key=lambda path: path.stat().st_size)
+    flip_pack(packs[place], only=1)
 
 
 def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) -> None:
@@ -59,7 +58,7 @@ def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) 
 
 def test_a_check_a_day_finds_damage_within_its_days(root: Path, store: ckptstore.Store) -> None:
     """Exactly those parts complain that hold the damaged chunks."""
-    flip_pack(root)
+    flip_chunk(root)
     complaining = [part for part in range(8) if not store.verify(sample=1 / 8, part=part).ok]
     assert len(complaining) == 1
 
@@ -115,8 +114,8 @@ def test_an_interrupted_check_goes_on_where_it_stopped(
 ) -> None:
     """The second run reads only what the first did not, and reports what both found."""
     monkeypatch.setattr(limits, "VERIFY_BATCH_BYTES", 200_000)
-    flip_pack(root, 0)
-    flip_pack(root, -1)
+    flip_chunk(root, 0)
+    flip_chunk(root, -1)
     whole = store.verify()
     assert not whole.ok
     state = tmp_path / "verify.state"
@@ -186,9 +185,7 @@ def test_sound_versions_are_recorded_and_damaged_ones_are_not(
 
     fourth = store.run("gpt").save({"model": {"head": torch.randn(300, 300)}}, step=4)
     newest = max(root.glob("packs/*/*.pack"), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
+    flip_pack(newest)
     report = store.verify(record=True)
     assert report.damaged_versions == (fourth.id,)
     assert recorded(store) == [True, True, True, False]

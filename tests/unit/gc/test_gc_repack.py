@@ -10,13 +10,13 @@ import pytest
 import torch
 from gckit import CHUNK_BYTES, Place, delete, equal, needs, parts_of, undelete
 
+import ckptstore
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, Leftovers
-from ckptstore.backends.registry import open_backend
 from ckptstore.checkpoint.content import read_content
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.maintenance.collect.gc import GcReport
-from ckptstore.maintenance.core.live_set import Footprint, live_versions
+from ckptstore.maintenance.core.live_set import Footprint, Tally, live_versions
 from ckptstore.maintenance.core.relocate import relocating
 from ckptstore.maintenance.retention.reduce import Target
 from ckptstore.maintenance.retention.retain import prepare
@@ -282,29 +282,34 @@ def test_a_repack_stays_within_its_memory(place: Place, store: Store) -> None:
 # --- temporary files ----------------------------------------------------------------------------
 
 
-def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
-    """Old ones below the store's own folders; young ones, and what is not ours, stay."""
-    backend = open_backend(tmp_path)
-    old = [tmp_path / "packs" / "ab" / f".tmp-{1:032x}", tmp_path / f".tmp-{2:032x}"]
-    kept = [
-        tmp_path / "commits" / f".tmp-{3:032x}",
-        tmp_path / "mine" / f".tmp-{4:032x}",
-        tmp_path / "packs" / ".tmp-short",
-    ]
-    for path in [*old, *kept]:
+@pytest.mark.parametrize("orphan_age_s", [0.0, 5 * 3600.0, 86_400.0])
+def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path, orphan_age_s: float) -> None:
+    """Those beyond the age, which is an hour at least; a dry run and the wrapper remove none.
+
+    Young ones and what is not ours stay; so does the file of a writer that is open.
+    """
+    with ckptstore.open(tmp_path, create=True) as store:
+        store.run("r").save({"w": torch.zeros(9)}, step=1)
+    folders = {"": 0.5, "packs/ab": 2.0, "commits": 10.0, "manifests": 48.0}  # to hours of age
+    temps = {tmp_path / folder / f".tmp-{1:032x}": age for folder, age in folders.items()}
+    foreign = [tmp_path / "mine" / f".tmp-{4:032x}", tmp_path / "packs" / ".tmp-short"]
+    for path in (*temps, *foreign):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"12345")
-    for path in [*old, *kept[1:]]:
-        os.utime(path, (1000, 1000))
-
-    told = backend.remove_leftovers(modified_before=2000, dry_run=True)
-    assert all(path.exists() for path in old)
-    done = backend.remove_leftovers(modified_before=2000)
-
-    assert told == done == Leftovers(count=2, size_bytes=10)
-    assert not any(path.exists() for path in old)
-    assert all(path.exists() for path in kept)
-    assert backend.remove_leftovers(modified_before=2000) == Leftovers()
+        os.utime(path, (path.stat().st_mtime - temps.get(path, 48.0) * 3600,) * 2)
+    bound = max(1.0, orphan_age_s / 3600)
+    left = {path for path, hours in temps.items() if hours <= bound}
+    store = ckptstore.open(tmp_path)
+    with store, store.repo.backend.open_writer("packs/ab/x") as writer:
+        writer.write(b"x" * (1 << 20))
+        told = store.gc(orphan_age_s=orphan_age_s, dry_run=True)
+        assert all(path.exists() for path in temps)
+        done = store.gc(orphan_age_s=orphan_age_s)
+        writer.commit()
+    gone = len(temps) - len(left)
+    assert told.leftovers == done.leftovers == Tally(count=gone, size_bytes=5 * gone)
+    assert {path for path in temps if path.exists()} == left
+    assert all(path.exists() for path in foreign)
 
 
 def test_a_storage_without_temporary_files_has_none(place: Place) -> None:

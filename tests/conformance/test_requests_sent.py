@@ -1,0 +1,179 @@
+"""Requests as they are sent to S3, GCS and Azure: a server that only records them tells."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.message import Message
+from typing import Any
+
+import pytest
+from local_servers import AZURE_ACCOUNT, AZURE_KEY
+
+from ckptstore import errors
+from ckptstore.backends.base import Backend
+from ckptstore.backends.registry import open_backend
+
+_DATA = b"0123456789" * 1000
+
+
+@dataclass
+class Recorder:
+    """What was asked, and the answers to come; after those, success."""
+
+    port: int = 0
+    asked: list[tuple[str, str, Message, bytes]] = field(default_factory=list)
+    answers: list[tuple[int, str]] = field(default_factory=list)
+
+    def backend(self, kind: str) -> Backend:
+        """Open the backend of a service, without retries."""
+        place = f"http://127.0.0.1:{self.port}"
+        key = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
+        line = f"{key};BlobEndpoint={place}/{AZURE_ACCOUNT}"
+        s3 = {"key": "k", "secret": "s", "endpoint_url": place}
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "s3": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "direct"}),
+            "s3fs": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "s3fs"}),
+            "gcs": ("gs", {"token": "anon", "endpoint_url": place}),
+            "azure": ("az", {"connection_string": line}),
+        }
+        scheme, options = kinds[kind]
+        return open_backend(f"{scheme}://bucket/p", retry=False, **options)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    recorder: Recorder
+
+    def _any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.recorder.asked.append((self.command, self.path, self.headers, body))
+        status, code = self.recorder.answers.pop(0) if self.recorder.answers else (200, "")
+        if self.command == "PUT" and status == 200 and "x-ms-version" in self.headers:
+            status = 201
+        whole = self.command == "GET"
+        said = self.headers.get("Range") or self.headers.get("x-ms-range")
+        content = b"{}" if self.command == "POST" else b""
+        if status == 200 and whole:
+            content = _DATA
+            if said:
+                first, last = map(int, said.removeprefix("bytes=").split("-"))
+                content, status = _DATA[first : last + 1], 206
+        elif status >= 300:
+            content = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(_DATA)}")
+        for name in ("ETag", "x-ms-error-code"):
+            if name == "ETag" or code:
+                self.send_header(name, code or '"1"')
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """Run the server."""
+    found = Recorder()
+    handler = type("Handler", (_Handler,), {"recorder": found})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        found.port = server.server_port
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield found
+        server.shutdown()
+
+
+def _written(backend: Backend) -> None:
+    with backend.open_writer("packs/ab/x") as writer:
+        writer.write(_DATA)
+        writer.commit()
+
+
+WRITES: dict[str, Callable[[Backend], object]] = {
+    "put": lambda backend: backend.put("a", _DATA),
+    "create": lambda backend: backend.put_if_absent("a", _DATA),
+    "pack": _written,
+}
+KINDS = ("s3", "s3fs", "gcs", "azure")
+
+
+def _checksums(kind: str, headers: Message, body: bytes) -> set[str]:
+    """Return the checksums of the content that a request has, as hex."""
+    found = [headers.get("Content-MD5", "")]
+    if kind == "gcs":
+        found = [json.loads(body.split(b"\r\n")[3])["md5Hash"]]
+    said = {base64.b64decode(text).hex() for text in found if text}
+    return said | {headers.get("X-Amz-Content-SHA256", "")} - {""}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_one_request_that_can_be_checked(
+    recorder: Recorder, kind: str, write: str
+) -> None:
+    """It has the content, its length and a digest of it; the condition if it is to create."""
+    WRITES[write](recorder.backend(kind))
+    ((method, path, headers, body),) = recorder.asked
+    assert method == ("POST" if kind == "gcs" else "PUT")
+    assert _DATA in body
+    assert int(headers["Content-Length"]) == len(body)
+    md5, sha256 = hashlib.md5(_DATA).hexdigest(), hashlib.sha256(_DATA).hexdigest()  # noqa: S324
+    meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "gcs": {md5}, "azure": {md5}}
+    assert _checksums(kind, headers, body) == meant[kind]
+    condition = {headers.get("If-None-Match", ""), *path.split("&")} & {"*", "ifGenerationMatch=0"}
+    assert bool(condition) == (write == "create")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_read_asks_for_its_bytes_alone(recorder: Recorder, kind: str) -> None:
+    """A range from its first to its last byte, of the content as it is stored; a whole is one."""
+    backend, part = recorder.backend(kind), bytearray(50)
+    backend.read_into("a", 101, [memoryview(part)[:20], memoryview(part)[20:]])
+    ((_, _, headers, _),) = recorder.asked
+    assert (headers.get("Range") or headers["x-ms-range"]) == "bytes=101-150"
+    assert kind == "azure" or headers["Accept-Encoding"] == "identity"  # Azure compresses nothing
+    assert bytes(part) == _DATA[101:151]
+    assert backend.get("a", bytes_max=len(_DATA)) == _DATA
+    assert len(recorder.asked) == 2
+
+
+_BUSY, _UNCLEAR = errors.TransientStorageError, errors.AmbiguousWriteError
+ANSWERS: dict[tuple[int, str], tuple[type[Exception], type[Exception], type[Exception]]] = {
+    # to a create, a put, a get
+    (409, "ConditionalRequestConflict"): (_BUSY, _BUSY, _BUSY),
+    (412, "PreconditionFailed"): (
+        errors.ObjectExistsError, errors.StorageError, errors.StorageError,
+    ),
+    (503, "SlowDown"): (_BUSY, _BUSY, _BUSY),
+    (500, "InternalError"): (_UNCLEAR, _BUSY, _BUSY),
+    (403, "AccessDenied"): (errors.StoragePermissionError,) * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("status", "code"), ANSWERS)
+def test_nothing_is_sent_twice(recorder: Recorder, kind: str, status: int, code: str) -> None:
+    """Each refusal has its error at once: only the retry wrapper sends again."""
+    backend = recorder.backend(kind)
+    reading: Callable[[Backend], object] = lambda one: one.get("a", bytes_max=1 << 20)  # noqa: E731
+    calls = (WRITES["create"], WRITES["put"], reading)
+    for call, error in zip(calls, ANSWERS[status, code], strict=True):
+        recorder.asked.clear()
+        recorder.answers[:] = [(status, code)] * 3
+        with pytest.raises(errors.CkptStoreError) as caught:
+            call(backend)
+        assert type(caught.value) is error
+        assert len(recorder.asked) == 1

@@ -1,0 +1,175 @@
+"""Ends of a save in the background: durable, failed, cancelled, killed; and who is told of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.backends.base import Buffer
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.registry import open_backend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.config import Options
+from ckptstore.errors import OperationCancelledError, SaverDiedError, StorageError, StorageFullError
+from ckptstore.repo import create_on
+from ckptstore.saver import job_writer
+from ckptstore.saver.save_job import write_job
+from ckptstore.store import Store
+
+_NAMES = itertools.count()
+
+
+def _state(step: int = 0) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step))}
+
+
+def _store(engine: str = "thread", **options: Any) -> Store:  # noqa: ANN401
+    backend = MemoryBackend(f"ends/{next(_NAMES)}")
+    return Store(create_on(backend, options=Options(engine=engine, **options)))
+
+
+@pytest.mark.parametrize("stages", list(itertools.product(("now", "background"), repeat=3)))
+def test_saves_are_handed_over_in_the_order_of_the_calls(stages: tuple[Any, ...]) -> None:
+    """Whichever of them are ready first, or at once: versions have the order of the calls."""
+    with _store(in_flight=3) as store:
+        run, go = store.run("r"), threading.Event()
+        store._saver._stager.submit(go.wait)
+        saves = [run.save_async(_state(n), step=n, stage=how) for n, how in enumerate(stages)]
+        go.set()
+        assert [save.result().step for save in saves] == [0, 1, 2]
+        assert [version.step for version in run.versions()] == [0, 1, 2]
+        assert all(torch.equal(run.load(n)["w"], _state(n)["w"]) for n in range(3))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_save_whose_retention_fails_is_durable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ahead: bool
+) -> None:
+    """The failure is a warning: the version is there, and the next one too."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise StorageError("the disk is away")
+
+    monkeypatch.setattr("ckptstore.saver.save_job.retain", failing)
+    monkeypatch.setattr(ckptstore.Run, "retain", failing)
+    with _store() as store:
+        run = store.run("r")
+        run.set_policy({"full": "last 1"})
+        with caplog.at_level(logging.WARNING, "ckptstore"):
+            for step in (1, 2):
+                if ahead:
+                    run.save_async(_state(), step=step, retain=True).result()
+                else:
+                    run.save(_state(), step=step, retain=True)
+        assert [version.step for version in run.versions()] == [1, 2]
+        assert caplog.text.count("the disk is away") == 2
+
+
+_ENDS: dict[str, type[BaseException] | None] = {
+    "durable": None,
+    "full": StorageFullError,
+    "broken": ZeroDivisionError,
+    "cancelled": OperationCancelledError,
+}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("hears", ["result", "next save", "next in front", "close"])
+@pytest.mark.parametrize("end", _ENDS)
+def test_each_end_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, end: str, hears: str, asked: bool
+) -> None:
+    """A failure is raised to the first who asks, and to no one after; a cancellation to no other.
+
+    The memory comes back, and the next save is durable, whatever the end.
+    """
+    error, known = _ENDS[end], threading.Event()
+
+    def ending(*args: Any, **words: Any) -> Any:  # noqa: ANN401
+        known.wait()
+        if error is None or end == "cancelled":
+            return write_job(*args, **words)
+        raise error("no")
+
+    monkeypatch.setattr(job_writer, "write_job", ending)
+    store, events = _store(), list[str]()
+    store.observe(lambda event: events.append(event.kind))
+    run = store.run("r")
+    pending = run.save_async(_state(), step=1)
+    assert end != "cancelled" or pending.cancel()
+    known.set()
+    pending._save.wait()
+    monkeypatch.setattr(job_writer, "write_job", write_job)
+    if asked and error:
+        with pytest.raises(error):
+            pending.result()
+    ways: dict[str, Callable[[], object]] = {
+        "result": pending.result,
+        "next save": lambda: run.save_async(_state(), step=2),
+        "next in front": lambda: run.save(_state(), step=2),
+        "close": store.close,
+    }
+    due = error if hears == "result" or (end != "cancelled" and not asked) else None
+    with pytest.raises(due) if due else nullcontext():
+        ways[hears]()
+    if hears != "close":
+        assert run.save_async(_state(), step=9).result().step == 9
+        store.close()
+    kinds = {"durable": "durable", "cancelled": "cancelled"}
+    assert events[:2] == ["staged", kinds.get(end, "failed")]
+    assert pending.state == events[1]
+    with Store(
+        create_on(MemoryBackend(store.url.removeprefix("memory://")), exist_ok=True)
+    ) as again:
+        steps = [version.step for version in again.versions()]
+    assert (1 in steps) == (end == "durable")
+
+
+class Killed(WrapperBackend):
+    """Ends another process than the one that made it, right before or after its first commit."""
+
+    def __init__(self, inner: Any, owner: int, when: str) -> None:  # noqa: ANN401
+        super().__init__(inner)
+        self.owner, self.when = owner, when
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object, and end."""
+        mine = os.getpid() != self.owner and key.startswith("commits/")
+        if mine and self.when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.inner.put_if_absent(key, data)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.inner, self.owner, self.when)
+
+
+@pytest.mark.parametrize(("when", "hears"), [("before", "close"), ("after", "result")])
+def test_the_log_tells_what_became_of_a_killed_child(tmp_path: Path, when: str, hears: str) -> None:
+    """Killed between commit and answer the save is durable; before its commit it failed."""
+    backend = Killed(open_backend(tmp_path / "s"), os.getpid(), when)
+    store = Store(create_on(backend, options=Options(engine="process")))
+    pending = store.run("r").save_async(_state(3), step=3)
+    ask = pending.result if hears == "result" else store.close
+    if when == "before":
+        with pytest.raises(SaverDiedError, match="SIGKILL"):
+            ask()
+    else:
+        ask()
+        assert pending.result().step == 3
+        assert pending.receipt.state == "durable"
+    store.close()
+    with ckptstore.open(tmp_path / "s") as again:
+        assert [version.step for version in again.versions()] == ([3] if when == "after" else [])
