@@ -111,7 +111,7 @@ def _location_text(location: object) -> str:
     if kind != "file" and kind in FACTORIES:
         if _UNNAMEABLE.search(rest) or {".", ".."}.intersection(rest.split("/")):
             msg = f"a URL of {head}:// with . or .. in its path, or with a control character"
-            raise InvalidUrlError(msg, hint="write it without them")
+            raise InvalidUrlError(msg, hint=f"write it without them: {head}://host/path")
     elif slip and not os.path.isdir(text):  # noqa: PTH112 - a folder that is there is meant
         scheme = kind_of(f"{slip[1]}://")
         if slip[2] or scheme in FACTORIES:

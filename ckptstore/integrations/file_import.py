@@ -141,10 +141,10 @@ def import_file(
         if described:
             state, step = _with_files(state, found, path), step or 0
         step = _step(path, found.step if step is None else step)
-        resume_check.importing(store.repo, run)
         about = {**_origin(found), **(metadata or {})}
         metrics = metrics or found.metrics
         target = store.run(run, metrics=directions)
+        resume_check.importing(store.repo, run)
         return target.save(state, step=step, metrics=metrics, metadata=about, **wishes)
 
 
