@@ -28,13 +28,15 @@ from ckptstore.backends.posix_publish import FOLDER
 TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
 WITH_TEMPS: Final = ("commits", "snapshots", "manifests", "packs", "probe")
 """Folders of a store; other files below its root are not ckptstore's."""
+_EXCLUSIVE: Final = "commits/"
 
 
 def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
     """Yield the objects under `root` whose key begins with `prefix` and sorts after `after`.
 
     Each folder is read in one go when the walk reaches it. Symbolic links, special files, names
-    that break the key rules, and entries that vanish during the walk are left out.
+    that break the key rules, and entries that vanish during the walk are left out. Only among
+    commits, whose next name decides, a folder or link that takes a name is told, with size -1.
 
     Parameters
     ----------
@@ -54,15 +56,17 @@ def _folder(root: str, base: str, prefix: str, after: str, relist: bool) -> Iter
     path = f"{root}/{base}".rstrip("/")
     for name, entry in _fresh_entries(path, base) if relist else _entries(path, base):
         key = base + name
-        if name.endswith("/"):
+        if name.endswith("/") and not (key.startswith(_EXCLUSIVE) and key.endswith(".json/")):
             # All keys below begin with `key`: skip it when none can qualify.
             wanted = key.startswith(prefix) or prefix.startswith(key)
             if wanted and (after < key or after.startswith(key)):
                 yield from _folder(root, key, prefix, after, relist)
-        elif key > after and key.startswith(prefix):
+        elif (key := key.rstrip("/")) > after and key.startswith(prefix):
             found = _state(entry, key)
             if found is not None and stat.S_ISREG(found.st_mode):
                 yield ObjectInfo(key=key, size_bytes=found.st_size, modified_at=found.st_mtime)
+            elif found is not None and key.startswith(_EXCLUSIVE):
+                yield ObjectInfo(key=key, size_bytes=-1, modified_at=found.st_mtime)
 
 
 def _fresh_entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:

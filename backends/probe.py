@@ -20,6 +20,7 @@ import msgspec
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.retrying import RetryingBackend
+from ckptstore.backends.transfers import start_thread
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.events import Progress, ProgressCallback, silent
 
@@ -127,10 +128,13 @@ def probe(
             answer.set_result(report)
 
     # In a thread that may be left behind: a client library may wait for ever.
-    threading.Thread(target=work, name="ckptstore-probe", daemon=True).start()
+    start_thread(work, "ckptstore-probe")
     while True:
         before = run.steps
         wait([answer], limits.PROBE_SILENCE_S)
+        if answer.done() and isinstance(answer.exception(), RuntimeError):
+            msg = f"{backend.url} cannot be probed without threads: {answer.exception()}"
+            raise errors.LimitError(msg, hint="create stores before the interpreter ends")
         if answer.done():
             return answer.result()
         if run.steps == before:

@@ -7,19 +7,21 @@ width is the number of threads that call.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.width import Width
 from ckptstore.config import SYSTEM
-from ckptstore.errors import TransientStorageError
+from ckptstore.errors import LimitError, TransientStorageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,13 +142,55 @@ def operation(name: str) -> Iterator[Ledger]:
         _current.reset(token)
 
 
+ending = threading.Event()
+"""Set at the end of the interpreter: nothing may be left to another thread any more."""
+
+
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Call `work` in a new daemon thread.
+
+    Raises
+    ------
+    LimitError
+        None can be made: the interpreter is ending, or the system has a limit.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        if ending.is_set() or sys.is_finalizing():
+            raise RuntimeError("the interpreter is ending")
+        thread.start()
+    except RuntimeError as error:
+        hint = "do it before the interpreter ends; or see ulimit -u"
+        raise LimitError(f"no thread can be started: {error}", hint=hint) from error
+    return thread
+
+
 class Threads(ThreadPoolExecutor):
-    """Threads whose work belongs to the operation that submits it."""
+    """Threads whose work belongs to the operation that submits it.
+
+    Where no thread can be made, since the interpreter is ending or the system has a limit, the
+    submitter makes the call itself: no call may wait for what its submitter does later.
+    """
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Submit a call; it sees the context of the caller."""
-        context = copy_context()
-        return super().submit(lambda: context.run(fn, *args, **kwargs))
+        once = iter([partial(copy_context().run, fn, *args, **kwargs)])
+        done = Future[R]()
+
+        def work() -> R:
+            for call in once:  # by a thread of the pool or the submitter, not by both
+                try:
+                    done.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - for who asks for the result
+                    done.set_exception(error)
+            return done.result()
+
+        try:
+            return super().submit(work)
+        except RuntimeError:
+            with suppress(BaseException):
+                work()
+            return done
 
 
 class Recorder:

@@ -310,6 +310,9 @@ COMMIT_BACKOFF_CAP_S: Final = 1.0
 COMMIT_SENDS_MAX: Final = 3
 # Commits read ahead at once while folding. Source: bounds memory to a thousand small records.
 COMMIT_READ_BATCH: Final = 1000
+# Newest records that can be set aside at once. Source: what a trainer that commits every second
+# writes in the 30 s after which Linux writes dirty pages (dirty_expire_centisecs), threefold.
+SET_ASIDE_MAX: Final = 100
 # Seconds that a name known to exist may seem absent. Source: NFS caches a failed lookup for
 # up to 30 s between two real clients (measured); twice that.
 VISIBILITY_WAIT_S: Final = 60.0

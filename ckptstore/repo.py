@@ -172,7 +172,7 @@ class Repo:
         """
         return self.log.catalog if self.log.opened else self.refresh()
 
-    def refresh(self) -> Catalog:
+    def refresh(self, *, writing: bool = False) -> Catalog:
         """Read new commits and return the catalog.
 
         See :meth:`ckptstore.catalog.log.Log.refresh`.
@@ -183,7 +183,7 @@ class Repo:
             The store is closed.
         """
         self.check_open()
-        return self.log.refresh()
+        return self.log.refresh(writing=writing)
 
     @property
     def is_closed(self) -> bool:

@@ -27,7 +27,7 @@ import msgspec
 
 from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
+from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, SetAside, Swept, Verified
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
@@ -42,7 +42,7 @@ FORMAT: Final = 1
 OPS: Final = (
     *(CreateRun, Declare, Save, Annotate, Tag, Untag),
     *(Fork, Rollback, Delete, Undelete, Pin, Unpin, SetPolicy),
-    *(Verified, Quarantine, Relocate, Condemn, Swept),
+    *(Verified, Quarantine, Relocate, SetAside, Condemn, Swept),
     *(Replicate, Replicated, NameReplica, UnnameReplica),
 )
 """Every operation of this format."""
@@ -87,6 +87,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     def ops(self) -> tuple[Op, ...]:
         """Its operations, in order."""
         return self.body.ops
+
+    @property
+    def follows(self) -> int:
+        """Number of the commit before; any between were damaged, and are set aside."""
+        first = self.ops[0]
+        return first.follows if isinstance(first, SetAside) else self.number - 1
 
     @property
     def key(self) -> str:
@@ -193,7 +199,11 @@ def _apply(fold: Fold, commit: Commit) -> None:
     CorruptObjectError
         If it does not follow the one before, or breaks an invariant of the catalog.
     """
-    if commit.number != fold.number + 1:
+    if commit.follows < fold.number < commit.number:
+        msg = f"the history was changed: {commit.key} sets aside what follows {commit.follows}"
+        hint = "this process had read that before it was damaged: open the store again"
+        raise errors.CorruptObjectError(msg, hint=hint)
+    if commit.follows != fold.number or commit.number <= fold.number:
         msg = f"{commit.key} follows commit {fold.number}, but {fold.number + 1} should"
         raise errors.CorruptObjectError(msg)
     if commit.body.previous != fold.digest:

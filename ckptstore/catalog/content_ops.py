@@ -55,6 +55,20 @@ class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
         fold.mark(self.versions, add=Flag.DAMAGED, remove=Flag.VERIFIED)
 
 
+class SetAside(Op, frozen=True, kw_only=True, tag="set-aside"):
+    """Records between this commit and the one that it follows do not count: they were damaged.
+
+    The first operation of its commit. Those after it may restate what such a record held.
+    """
+
+    follows: Annotated[int, msgspec.Meta(ge=0, le=limits.COMMIT_NUMBER_MAX)]
+    """Number of the commit before, whose digest this one bears; 0 for none."""
+    reason: Annotated[str, msgspec.Meta(max_length=limits.REASON_CHARS_MAX)] = ""
+
+    def apply(self, fold: Fold) -> None:
+        """Change nothing: the place of the commit says it all."""
+
+
 class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
     """A version's content lies elsewhere now, or less of it is kept."""
 

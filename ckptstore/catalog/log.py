@@ -12,6 +12,10 @@ only, and no commit is ever deleted. So a late send finds its own commit (no eff
 tried, only once the old number is *known* to be another's, which no late send can change.
 What stays unclear after a few sends raises ``AmbiguousWriteError``, never success; the commit may
 still appear, whole, since what it names is durable: its packs must not be taken back.
+
+A damaged end. Where the newest records cannot be read, readers go on with those before, and writers
+stop. A repair commits past them, with an operation that sets them aside; the numbers are not used
+again, so that put-if-absent decides between it and a writer that has read them whole.
 """
 
 from __future__ import annotations
@@ -19,18 +23,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import FORMAT, MAGIC, Commit, CommitBody, encode_commit, extended
-from ckptstore.catalog.reading import LogReader
+from ckptstore.catalog.reading import LogReader, Unread
 from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
-from ckptstore.chunking import batches
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.format.keys import snapshot_key
 
@@ -40,6 +44,16 @@ number that is tried; raises when a precondition does not hold; has no effect of
 
 
 _log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedEnd:
+    """The newest records, of which none can be read."""
+
+    first: int
+    free: int
+    """The next number that is not taken."""
+    error: errors.CkptStoreError
 
 
 def _always() -> None:
@@ -83,6 +97,9 @@ class Log:
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
         self.opened: bool = False
         """Whether the log has been looked at."""
+        self.damage: DamagedEnd | None = None
+        """The damage of its end, as last looked at."""
+        self._warned = 0
         self.began: int = 0
         """The commit of the snapshot that this process began with; 0 for the empty catalog.
 
@@ -104,10 +121,15 @@ class Log:
 
     # --- reading ------------------------------------------------------------------------------
 
-    def refresh(self) -> Catalog:
+    def refresh(self, *, writing: bool = False) -> Catalog:
         """Fold the commits that came since the last call, and return the catalog.
 
         The first call starts at the newest sound snapshot. One listing, then the new commits.
+
+        Parameters
+        ----------
+        writing
+            Raise if the newest records are damaged; otherwise that is a warning, once.
 
         Raises
         ------
@@ -123,70 +145,84 @@ class Log:
         with self._guard():
             if self.opened:
                 known = self.catalog
-                self._catch_up(*self._reader.since(known.number, known.digest))
+                listed, worn = self._reader.since(known.number, known.digest)
+                self._catch_up(self._reader.settled(listed), max(listed, default=0))
+                if worn is not None and self.catalog is known and self.damage is None:
+                    self.damage = DamagedEnd(known.number, known.number + 1, worn)
             else:
                 self._open()
+            if self.damage is not None:
+                self._tell(self.damage, writing=writing)
             return self.catalog
 
-    def commits(self, first: int = 1) -> Iterator[Commit]:
+    def commits(self, first: int = 1, *, whole: bool = False) -> Iterator[Commit]:
         """Yield the commits from number `first` on, as they are stored, checked as a chain.
 
         Reads every commit: for the history that people look at, and for verification.
+
+        Parameters
+        ----------
+        whole
+            Raise if the newest records are damaged; otherwise that is a warning.
 
         Raises
         ------
         CorruptObjectError, UnsupportedFeatureError, StorageError
             As :meth:`refresh`, after what comes before was yielded.
         """
-        numbers, gap = self._reader.numbers(max(first, 1) - 1)
+        listed = self._reader.numbers(max(first, 1) - 1)
+        records = self._reader.settled(listed)
         previous = ""
-        for batch in batches(numbers, limits.COMMIT_READ_BATCH):
-            commits, error = self._reader.read_many(batch)
-            for commit in commits:
-                if commit.number == 1 or previous:
-                    _check_chain(commit, previous)
-                previous = commit.digest
-                yield commit
-            if error is not None:
-                raise error
-        if gap is not None:
-            raise gap
+        for record in records:
+            if isinstance(record, Unread):
+                self._tell(_end(record, records, max(listed)), writing=whole)
+                return
+            if record.follows == 0 or previous:
+                _check_chain(record, previous)
+            previous = record.digest
+            yield record
 
     def _open(self) -> None:
         """Start from the newest snapshot that the log confirms, or from the beginning."""
         for catalog in snapshots.read_newest_first(self._backend, self._reader.snapshots()):
-            numbers, gap = self._reader.tail(catalog.number - 1)
-            if self._confirmed(catalog, numbers):
+            listed = self._reader.tail(catalog.number - 1)
+            records = self._reader.settled(listed)
+            if _confirmed(catalog, next(records, None)):
                 self.catalog = catalog
                 self._snapshot = self.began = catalog.number
                 break
-        else:
-            numbers, gap = self._reader.tail(0)
-        self.opened = True
-        self._catch_up(numbers, gap)
-
-    def _confirmed(self, catalog: Catalog, numbers: list[int]) -> bool:
-        """Return whether the log's commit of the snapshot's number has the snapshot's digest."""
-        try:
-            if numbers[:1] == [catalog.number]:
-                confirmed = self._reader.read(numbers.pop(0)).digest == catalog.digest
-            else:
-                confirmed = False
-        except (errors.CorruptObjectError, errors.UnsupportedFeatureError):
-            confirmed = False
-        if not confirmed:
             snapshots.warn_unconfirmed(catalog.number)
-        return confirmed
+        else:
+            listed = self._reader.tail(0)
+            records = self._reader.settled(listed)
+        self.opened = True
+        self._catch_up(records, max(listed, default=0))
 
-    def _catch_up(self, numbers: Sequence[int], gap: errors.CkptStoreError | None) -> None:
-        for batch in batches(numbers, limits.COMMIT_READ_BATCH):
-            commits, unread = self._reader.read_many(batch)
+    def _catch_up(self, records: Iterator[Commit | Unread], last: int) -> None:
+        """Fold the records up to number `last`, and note if the newest are damaged."""
+        self.damage = None
+        while batch := list(islice(records, limits.COMMIT_READ_BATCH)):
+            commits = [record for record in batch if isinstance(record, Commit)]
+            unread = next((record for record in batch if isinstance(record, Unread)), None)
+            if unread is not None:
+                commits = [commit for commit in commits if commit.number < unread.number]
             self.catalog, broken = extended(self.catalog, commits)
-            error = broken or unread
-            if error is not None:
-                raise error
-        if gap is not None:
-            raise gap
+            if broken is not None:
+                raise broken
+            if unread is not None:
+                later = chain((r for r in batch if r.number > unread.number), records)
+                self.damage = _end(unread, later, last)
+                return
+
+    def _tell(self, damage: DamagedEnd, *, writing: bool) -> None:
+        """Warn, once, of the damage of the newest records; raise it for a writer."""
+        what = f"the end of the log is damaged: {damage.error.message}"
+        hint = f"ckptstore repair --store {self._backend.url} mends it, or says what is in the way"
+        if writing:
+            raise errors.CorruptObjectError(what, hint=hint) from damage.error
+        if self._warned != damage.first:
+            self._warned = damage.first
+            _log.warning("%s; reading goes on with what is before; %s", what, hint)
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -218,14 +254,18 @@ class Log:
             raise errors.InvalidInputError("a commit without operations")
         return commit
 
-    def append_any(self, build: Build) -> Commit | None:
-        """Commit as :meth:`append` does; None, and no commit, if `build` finds nothing to do."""
+    def append_any(self, build: Build, *, mending: bool = False) -> Commit | None:
+        """Commit as :meth:`append` does; None, and no commit, if `build` finds nothing to do.
+
+        With `mending`, commit past the damaged end of the log, which the operations set aside;
+        nothing is committed where it is not damaged any more.
+        """
         with self._guard():
             self._check_writable()
             end = self._environment.monotonic() + limits.COMMIT_WAIT_S
             for lost in count():
-                catalog = self.refresh()
-                ops = tuple(build(catalog))
+                catalog = self.refresh(writing=not mending)
+                ops = () if mending and self.damage is None else tuple(build(catalog))
                 if not ops:
                     return None
                 data, commit, after = self._prepare(catalog, ops)
@@ -247,7 +287,7 @@ class Log:
         body = CommitBody(
             magic=MAGIC,
             format=FORMAT,
-            number=catalog.number + 1,
+            number=catalog.number + 1 if self.damage is None else self.damage.free,
             previous=catalog.digest,
             write_id=self._environment.random_hex(16),
             at_ms=self._environment.now_ms(),
@@ -379,6 +419,36 @@ class Log:
 
 def _is_mine(commit: Commit, found: Commit) -> bool:
     return found.body.write_id == commit.body.write_id
+
+
+def _confirmed(catalog: Catalog, record: Commit | Unread | None) -> bool:
+    """Return whether the log's commit of the snapshot's number has the snapshot's digest."""
+    if isinstance(record, Unread):
+        if not (record.damaged or isinstance(record.error, errors.UnsupportedFeatureError)):
+            raise record.error
+        return False
+    return record is not None and record.digest == catalog.digest
+
+
+def _end(record: Unread, later: Iterable[Commit | Unread], last: int) -> DamagedEnd:
+    """Return the damage that begins with a record; raise it if it is not that of the end.
+
+    Parameters
+    ----------
+    later
+        The records after it.
+    last
+        Number of the last one that is listed.
+    """
+    free = last + 1
+    for one in (record, *later):
+        if isinstance(one, Commit):
+            raise record.error
+        if not one.damaged:
+            raise one.error
+        if one.missing:
+            free = min(free, one.number)
+    return DamagedEnd(record.number, free, record.error)
 
 
 def _check_chain(commit: Commit, previous: str) -> None:

@@ -4,12 +4,15 @@ Names are not probed where they can be listed (:mod:`ckptstore.catalog.unlisted`
 cannot). On NFS a failed lookup is remembered for up to 30 s, while a listing shows a new name at
 once; so the tail is listed, and only what was listed is opened. What is known to exist but cannot
 be opened yet is tried again for a bounded time, then it is an error.
+
+Records that a later commit sets aside do not count, whether they can be read or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, takewhile
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from typing import NamedTuple
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, ObjectInfo
@@ -17,8 +20,26 @@ from ckptstore.backends.transfers import Threads
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.commits import Commit, decode_commit
 from ckptstore.catalog.unlisted import Unlisted
+from ckptstore.chunking import batches
 from ckptstore.config import Environment
+from ckptstore.errors import StorageError
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
+
+Listed = dict[int, ObjectInfo | None]
+"""Numbers of commits in order, each with its object; None for the first missing in a gap."""
+
+
+class Unread(NamedTuple):
+    """A record of the log that is missing or cannot be read."""
+
+    number: int
+    error: errors.CkptStoreError
+    missing: bool = False
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the record itself is at fault: the storage answered, this version reads it."""
+        return isinstance(self.error, errors.IntegrityError) or type(self.error) is StorageError
 
 
 class LogReader:
@@ -37,20 +58,8 @@ class LogReader:
             return self._unlisted.snapshots()
         return snapshots.listed(self._backend)
 
-    def numbers(self, after: int) -> tuple[list[int], errors.CorruptObjectError | None]:
-        """List the commits after number `after`.
-
-        Returns
-        -------
-        tuple
-            The numbers ``after + 1, after + 2 ...`` without a gap, and the error that names the
-            first missing commit where one is missing though a later one is there.
-        """
-        listed, gap = self._listed(after)
-        return list(listed), gap
-
-    def _listed(self, after: int) -> tuple[dict[int, ObjectInfo], errors.CorruptObjectError | None]:
-        """List as :meth:`numbers`, with what the listing says of each commit."""
+    def numbers(self, after: int) -> Listed:
+        """List the commits after number `after`."""
         listed: dict[int, ObjectInfo] = {}
 
         def look() -> bool:
@@ -62,29 +71,29 @@ class LogReader:
 
         # A directory that is read while commits appear may show a later one and miss an earlier.
         if self._wait(look):
-            return listed, None
-        whole = {
-            number: listed[number] for number in takewhile(listed.__contains__, count(after + 1))
-        }
-        missing = commit_key(after + 1 + len(whole))
-        last = commit_key(max(listed))
-        msg = f"the log has a gap: {missing} is missing, though {last} is there"
-        return whole, errors.CorruptObjectError(msg, hint="restore it from a replica or a backup")
+            return dict(listed)
+        whole: Listed = {}
+        due = after + 1
+        for number in sorted(listed):
+            if number != due:
+                whole[due] = None
+            whole[number], due = listed[number], number + 1
+        return whole
 
-    def tail(self, after: int) -> tuple[list[int], errors.CorruptObjectError | None]:
+    def tail(self, after: int) -> Listed:
         """List as :meth:`numbers`, and remember of the last commit what :meth:`since` compares.
 
         By one thread at a time.
         """
-        listed, gap = self._listed(after)
+        listed = self.numbers(after)
         self._remember(listed)
-        return list(listed), gap
+        return listed
 
     def wrote(self, number: int, size_bytes: int) -> None:
         """Remember the last commit, which this process wrote. By one thread at a time."""
         self._last = (number, size_bytes, None)
 
-    def since(self, number: int, digest: str) -> tuple[list[int], errors.CorruptObjectError | None]:
+    def since(self, number: int, digest: str) -> tuple[Listed, errors.CkptStoreError | None]:
         """List the commits after commit `number`, which was seen before and must be there still.
 
         No commit is ever deleted: where it is gone the log was cut short, or the store emptied or
@@ -96,43 +105,55 @@ class LogReader:
         ----------
         digest
             Of that commit.
+
+        Returns
+        -------
+        tuple
+            The later commits; the damage of that commit, if it has become unreadable.
+
+        Raises
+        ------
+        CorruptObjectError
+            It is gone, or another one.
         """
         if not number:
-            return self.tail(0)
-        listed, gap = self._listed(number - 1)
-        if number in listed:
-            if self._contradicts(number, listed[number]) and self._is_other(number, digest):
-                msg = f"{commit_key(number)} is not the commit that was there before"
-                hint = "was the store replaced or restored? open it again to see"
-                return [], errors.CorruptObjectError(msg, hint=hint)
-            self._remember(listed)
-            return list(listed)[1:], gap
-        if gap is not None:
-            return [], gap
+            return self.tail(0), None
+        listed = self.numbers(number - 1)
+        info = listed.pop(number, None)
+        if info is not None:
+            damage = self._damage(number, info, digest)
+            if damage is None:
+                self._remember({number: info, **listed})
+            return listed, damage
+        if listed:
+            raise gap(number)
         if self.find(number, wait=True) is not None:
-            return self.numbers(number)
+            return self.numbers(number), None
         msg = f"{commit_key(number)}, which was there before, is gone: the log was cut short"
         hint = "was the store emptied, replaced, restored or unmounted? open it again to see"
-        return [], errors.CorruptObjectError(msg, hint=hint)
+        raise errors.CorruptObjectError(msg, hint=hint)
 
-    def _remember(self, listed: Mapping[int, ObjectInfo]) -> None:
+    def _remember(self, listed: Listed) -> None:
         last = max(listed, default=0)
         info = listed.get(last)
         self._last = None if info is None else (last, info.size_bytes, info.modified_at)
 
-    def _contradicts(self, number: int, info: ObjectInfo) -> bool:
-        """Return whether the last commit is listed with another size or time than before."""
+    def _damage(self, number: int, info: ObjectInfo, digest: str) -> errors.CkptStoreError | None:
+        """Return the damage of the last commit, if it is listed with another size or time."""
         if self._last is None or self._last[0] != number:
-            return False
+            return None
         _, size_bytes, modified_at = self._last
-        return size_bytes != info.size_bytes or modified_at not in (None, info.modified_at)
-
-    def _is_other(self, number: int, digest: str) -> bool:
-        """Return whether a sound commit of a number has another digest; False for damage."""
+        if size_bytes == info.size_bytes and modified_at in (None, info.modified_at):
+            return None
         try:
-            return self.read(number).digest != digest
-        except (errors.CorruptObjectError, errors.UnsupportedFeatureError):
-            return False
+            other = self.read(number).digest != digest
+        except (errors.CorruptObjectError, errors.UnsupportedFeatureError) as error:
+            return error
+        if other:
+            msg = f"{commit_key(number)} is not the commit that was there before"
+            hint = "was the store replaced or restored? open it again to see"
+            raise errors.CorruptObjectError(msg, hint=hint)
+        return None
 
     def read(self, number: int) -> Commit:
         """Return a commit that was listed.
@@ -165,21 +186,27 @@ class LogReader:
             raise errors.CorruptObjectError(f"{key} holds commit {commit.number}")
         return commit
 
-    def read_many(
-        self, numbers: Sequence[int]
-    ) -> tuple[list[Commit], errors.CkptStoreError | None]:
-        """Read commits in parallel.
+    def settled(self, listed: Listed) -> Iterator[Commit | Unread]:
+        """Yield the records of a listing in order, without those that a later one sets aside."""
+        held: list[Commit | Unread] = []
+        for numbers in batches(list(listed), limits.COMMIT_READ_BATCH):
+            for record in self._read_many({number: listed[number] for number in numbers}):
+                if isinstance(record, Commit) and record.follows + 1 < record.number:
+                    held = [one for one in held if one.number <= record.follows]
+                held.append(record)
+            known = max(0, len(held) - limits.SET_ASIDE_MAX)
+            yield from held[:known]
+            del held[:known]
+        yield from held
 
-        Returns
-        -------
-        tuple
-            The commits in order up to the first that cannot be read, and why it cannot, or None.
-        """
-        workers = min(self._backend.capabilities.concurrency, len(numbers))
+    def _read_many(self, listed: Listed) -> Iterator[Commit | Unread]:
+        """Read commits, several at a time."""
+        workers = min(self._backend.capabilities.concurrency, len(listed))
         if workers < 2:
-            return _until_error(map(self._try_read, numbers))
+            yield from map(self._try_read, listed.items())
+            return
         with Threads(workers, thread_name_prefix="ckptstore-log") as pool:
-            return _until_error(pool.map(self._try_read, numbers))
+            yield from pool.map(self._try_read, listed.items())
 
     def find(self, number: int, *, wait: bool) -> Commit | None:
         """Return commit `number` if a listing shows it; with `wait`, give it time to show."""
@@ -207,11 +234,23 @@ class LogReader:
             return self._unlisted.commits(after)
         return self._backend.list(COMMITS_PREFIX, after=commit_key(after))
 
-    def _try_read(self, number: int) -> Commit | errors.CkptStoreError:
+    def _try_read(self, item: tuple[int, ObjectInfo | None]) -> Commit | Unread:
+        number, info = item
         try:
+            if info is None:
+                return Unread(number, gap(number), missing=True)
+            if info.size_bytes < 0:
+                msg = f"{commit_key(number)} is no file, but takes the name of one"
+                raise errors.CorruptObjectError(msg)
             return self.read(number)
         except errors.CkptStoreError as error:
-            return error
+            return Unread(number, error)
+
+
+def gap(number: int) -> errors.CorruptObjectError:
+    """Return the error for a commit that is missing though a later one is there."""
+    msg = f"the log has a gap: {commit_key(number)} is missing, though a later commit is there"
+    return errors.CorruptObjectError(msg, hint="restore it from a replica or a backup")
 
 
 def wait_until(backend: Backend, environment: Environment, done: Callable[[], bool]) -> bool:
@@ -230,14 +269,3 @@ def wait_until(backend: Backend, environment: Environment, done: Callable[[], bo
         environment.sleep(pause_s)
         pause_s = min(2 * pause_s, limits.COMMIT_BACKOFF_CAP_S)
     return True
-
-
-def _until_error(
-    results: Iterator[Commit | errors.CkptStoreError],
-) -> tuple[list[Commit], errors.CkptStoreError | None]:
-    commits: list[Commit] = []
-    for result in results:
-        if isinstance(result, errors.CkptStoreError):
-            return commits, result
-        commits.append(result)
-    return commits, None

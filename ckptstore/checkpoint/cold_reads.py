@@ -1,4 +1,4 @@
-"""A read that meets a cold object says which command makes it readable."""
+"""A read that fails tells why: a cold object, or a version that was deleted or moved meanwhile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptstore.errors import ColdObjectError
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    ConflictError,
+    IntegrityError,
+    VersionNotFoundError,
+)
 from ckptstore.format.paths import Pattern
+from ckptstore.model import Version
+from ckptstore.repo import Repo
 
 _ID_CHARS = 12
 """Of an id in a command: two versions of one store that have them in common are not met."""
@@ -45,6 +53,36 @@ def naming_cold(
         named = ColdObjectError(msg, hint=hint)
         named.version = version
         raise named from first
+
+
+@contextmanager
+def naming_change(repo: Repo, version: Version | None) -> Iterator[None]:
+    """Let damage that the block meets be told as what became of the version since, if anything.
+
+    Raises
+    ------
+    VersionNotFoundError
+        It was deleted, or only its record is kept.
+    ConflictError
+        It lies elsewhere now.
+    """
+    try:
+        yield
+    except IntegrityError as error:
+        if version is None:
+            raise
+        try:
+            newest = repo.refresh().find(version.id) or version
+        except CkptStoreError:
+            newest = version
+        if newest.deleted or newest.level == "record" != version.level:
+            became = "deleted" if newest.deleted else "reduced to its record"
+            msg = f"{version.label} was {became} while it was read"
+            raise VersionNotFoundError(msg, hint="load another version") from error
+        if newest.manifest_key != version.manifest_key:
+            msg = f"{version.label} was moved while it was read"
+            raise ConflictError(msg, hint="load it again") from error
+        raise
 
 
 def thaw_command(

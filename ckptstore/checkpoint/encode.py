@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from ckptstore import limits
+from ckptstore.backends.transfers import Threads
 from ckptstore.checkpoint import encoded_sources, encoding_trial
 from ckptstore.checkpoint.derived_check import KnownCasts, Proved, derived_pairs, prove
 from ckptstore.chunking import cut
@@ -139,7 +139,7 @@ def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Return what the tasks return; the first failure ends those that have not begun."""
     if not tasks:
         return []
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-measure") as pool:
+    with Threads(workers, thread_name_prefix="ckptstore-measure") as pool:
         futures = [pool.submit(task) for task in tasks]
         try:
             return [future.result() for future in futures]

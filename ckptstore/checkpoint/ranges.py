@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -335,7 +335,7 @@ class _Making:
         options = replace(self.options, host_bytes=max(1, self.options.host_bytes // 2))
         room = max(1, self.options.host_bytes * 3 // 16)
         with (
-            ThreadPoolExecutor(options.workers, "ckptstore-decode") as pool,
+            Threads(options.workers, "ckptstore-decode") as pool,
             Threads(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
@@ -419,7 +419,7 @@ class _Making:
         part = Range(index=index, start=start, nbytes=len(out), out=out)
         return _Part(self.content, self.ends, part, self.content.labels[made.index])
 
-    def _make(self, group: Sequence[_Step], read: Future[None], pool: ThreadPoolExecutor) -> None:
+    def _make(self, group: Sequence[_Step], read: Future[None], pool: Threads) -> None:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
         for step, _ in zip(group, pool.map(self._decode, group), strict=True):

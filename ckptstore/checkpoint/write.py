@@ -87,7 +87,7 @@ def write_version(
     StorageError
         The storage failed; no version appeared.
     """
-    catalog = repo.log.refresh()
+    catalog = repo.log.refresh(writing=True)
     check_wishes(catalog, request, version=version)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
     before = None if parent is None else _readable(repo, parent)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
+from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, SetAside, Swept, Verified
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
@@ -147,6 +147,7 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Unpin: _pin,
     SetPolicy: _policy,
     Relocate: _relocate,
+    SetAside: lambda op, _: f"the records after commit {op.follows}{_because(op.reason)}",
     Condemn: _objects,
     Swept: _objects,
     Verified: _versions,

@@ -53,7 +53,7 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
         screen.table([Column(title) for title in titles], rows)
         screen.line()
     screen.lines(_notes(report))
-    if any(not commit.mended for commit in report.commits):
+    if not all(commit.mended or commit.set_aside for commit in report.commits):
         screen.line(
             f"the log can be read up to commit {count_text(report.commits_readable)}, with "
             f"{counted(report.versions_readable, 'version')}; mend it before anything else",
@@ -71,6 +71,8 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
     elif report.commits_lost:
         return
     elif superblock or report.problems or report.commits or report.snapshots:
+        if any(commit.set_aside and not commit.mended for commit in report.commits):
+            screen.line("the log goes on past a damaged record; what it held is lost", "yellow")
         screen.line(
             "everything can be mended" if report.dry_run else "everything is mended", "green"
         )
@@ -82,7 +84,7 @@ def _rows(report: RepairReport) -> list[tuple[str, ...]]:
     done = "can be mended" if report.dry_run else "mended"
     rows: list[tuple[str, ...]] = []
     for commit in report.commits:
-        state = done if commit.mended else "lost"
+        state = done if commit.mended else "set aside" if commit.set_aside else "lost"
         rows.append((f"commit {commit.number}", "-", state, "-", commit.why))
     for version in report.mended:
         what = "the manifest was lost, too" if version.manifest else ""

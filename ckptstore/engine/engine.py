@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
+from ckptstore.backends.transfers import Threads
 from ckptstore.config import Options, workers_default
 from ckptstore.engine.calls import Shared, no_answer, packed, pickled, run_packed, unpacked
 from ckptstore.engine.dask_client import DaskExecutor, connected
@@ -212,7 +213,7 @@ def open_engine(spec: EngineSpec = THREADS, *, workers: int | None = None) -> It
                 executor = DaskExecutor(spec._client)
         elif check_spec(spec) == THREADS:
             count = workers or workers_default()
-            executor = futures.ThreadPoolExecutor(count, thread_name_prefix="ckptstore-task")
+            executor = Threads(count, thread_name_prefix="ckptstore-task")
             stack.callback(executor.shutdown, cancel_futures=True)
         else:
             address = re.sub("^dask://", "tcp://", spec.rstrip("/"))

@@ -80,8 +80,7 @@ def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
     said = tail[len(_DIGEST) : -len(_END)]
     digest = blake3_hex(body)
     if not tail.startswith(_DIGEST) or said != digest.encode():
-        msg = f"{where} does not match its digest: it says {said[:64]!r}, its body has {digest}"
-        raise CorruptObjectError(msg)
+        raise CorruptObjectError(f"{where} does not match its digest")
     return body, digest
 
 
@@ -184,7 +183,7 @@ def decode_frame(
     """
     view = memoryview(data).cast("B")
     if view.nbytes < FRAME_HEADER_BYTES or bytes(view[:8]) != magic:
-        msg = f"{where} does not begin with {magic!r}: not that kind of record, or cut off"
+        msg = f"{where} does not begin with {magic.decode()}: not that kind of record, or cut off"
         raise CorruptObjectError(msg)
     _, version, flags, zero, raw_len, stored_len, digest = _HEADER.unpack_from(view)
     stored = view[FRAME_HEADER_BYTES:]

@@ -19,7 +19,13 @@ from ckptstore.byte_copies import copy_bytes
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode
 from ckptstore.config import SYSTEM, Options
-from ckptstore.errors import CkptStoreError, CorruptObjectError, CorruptTensorError, NotFoundError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    CorruptTensorError,
+    NotFoundError,
+    TornStateError,
+)
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
@@ -335,6 +341,17 @@ class _Reading:
         for take in item.then:
             take(piece)
 
+    def _sound(self, item: ReadItem) -> bool:
+        """Return whether a piece is as it should be, read again into memory of its own."""
+        failed: list[CkptStoreError] = []
+        again, options = [ReadItem(row=item.row, out=None, label="")], Options(workers=1)
+
+        def note(_: ReadItem, error: CkptStoreError) -> None:
+            failed.append(error)
+
+        _read(self.table, again, self.backend, options, silent, note)
+        return not failed
+
     def _failed(
         self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: ReadItem | None = None
     ) -> None:
@@ -342,9 +359,13 @@ class _Reading:
         what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
         for item in chunk.items if only is None else (only,):
             msg = f"tensor {item.label}: {what} (pack {pack}, byte {chunk.offset})"
-            lost = CorruptTensorError(
+            lost: CkptStoreError = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
             )
+            if item.out is not None and not isinstance(error, NotFoundError) and self._sound(item):
+                msg = f"tensor {item.label}: its memory changed while it was filled"
+                hint = "what is stored is sound: let no other thread write there, and load it again"
+                lost = TornStateError(msg, hint=hint)
             lost.__cause__ = error
             if self.on_failure is None:
                 raise lost

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptstore import limits
 from ckptstore.config import memory_bytes
-from ckptstore.errors import SaverDiedError
+from ckptstore.errors import LimitError, SaverDiedError
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena, ArenaPool
 from ckptstore.saver.job_writer import JobWriter
@@ -98,9 +98,10 @@ class EngineSupervisor:
         """Return the engine; begins one if there is none."""
         with self._lock:
             if self._engine is None:
-                if self.kind == "process":
-                    self._engine = ProcessEngine(self._repo, self._hear)
-                else:
+                try:
+                    kind = ProcessEngine if self.kind == "process" else ThreadEngine
+                    self._engine = kind(self._repo, self._hear)
+                except LimitError:  # the interpreter is ending: a save is written as it is made
                     self._engine = ThreadEngine(self._repo, self._hear)
             return self._engine
 

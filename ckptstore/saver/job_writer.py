@@ -6,10 +6,13 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckptstore.backends.transfers import start_thread
 from ckptstore.encodings.casts import Rounding
+from ckptstore.errors import LimitError
 from ckptstore.events import Progress
 from ckptstore.repo import Repo
 from ckptstore.saver.messages import Done, Failed, Report, Wrote
@@ -31,6 +34,8 @@ class _Task:
 
 class JobWriter:
     """One thread and the jobs that wait for it. Any thread may use it.
+
+    Where no thread can be made, a job is written by whoever gives it its digests.
 
     Digests, codecs and writes release the interpreter's lock. A save in the background leaves one
     processor to the training.
@@ -59,8 +64,9 @@ class JobWriter:
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="ckptstore-saver", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        with suppress(LimitError):  # then jobs are written as soon as they can be
+            self._thread = start_thread(self._run, "ckptstore-saver")
 
     def take(self, job: SaveJob, memory: memoryview) -> None:
         """Take a job over, and the arena that it lies in; it is written once it has its digests."""
@@ -75,6 +81,9 @@ class JobWriter:
         if task is not None:
             task.digests = digests
             task.ready.set()
+            if self._thread is None:
+                self._queue.put(None)
+                self._write_all()
 
     def cancel(self, number: int) -> bool:
         """Cancel a job; False if it is done, or being committed. Digests are waited for no more."""
@@ -97,7 +106,10 @@ class JobWriter:
         for task in left:
             task.ready.set()
         self._queue.put(None)
-        self._thread.join()
+        if self._thread is None:
+            self._write_all()
+        else:
+            self._thread.join()
 
     def _task(self, number: int) -> _Task | None:
         with self._lock:
@@ -105,6 +117,9 @@ class JobWriter:
 
     def _run(self) -> None:
         self._begin()
+        self._write_all()
+
+    def _write_all(self) -> None:
         while (task := self._queue.get()) is not None:
             self._write(task)
             with self._lock:

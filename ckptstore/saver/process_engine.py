@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import PutIfAbsent
+from ckptstore.backends.transfers import start_thread
 from ckptstore.repo import Repo
 from ckptstore.saver import messages
 from ckptstore.saver.arena import Arena
@@ -95,10 +96,10 @@ class ProcessEngine:
         self.began = False
         """The child has understood where to save to."""
         self._problem = ""
+        start_thread(bool, "ckptstore-try")  # before there is a child, whose word is to be read
         self._process, self._channel = _start()
         repo.log.befriend(self._process.pid)
-        self._reader = threading.Thread(target=self._read, name="ckptstore-saver", daemon=True)
-        self._reader.start()
+        self._reader = start_thread(self._read, "ckptstore-saver")
         try:
             self._send(_setup(repo))
         except OSError as error:

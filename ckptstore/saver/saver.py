@@ -9,9 +9,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from ckptstore.backends.transfers import Threads, ending
 from ckptstore.checkpoint.request import check_wishes
 from ckptstore.config import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
@@ -50,11 +50,8 @@ class Saver:
         """Those that no engine has yet, in the order of the calls."""
         self._unheard: list[tuple[BackgroundSave, BaseException]] = []
         self._helpers_count = repo.options.workers - 1
-        self._helpers = ThreadPoolExecutor(
-            max(1, self._helpers_count), thread_name_prefix="ckptstore-copy"
-        )
-        self._stager = ThreadPoolExecutor(1, thread_name_prefix="ckptstore-stage")
-        _savers.add(self)
+        self._helpers = Threads(max(1, self._helpers_count), thread_name_prefix="ckptstore-copy")
+        self._stager = Threads(1, thread_name_prefix="ckptstore-stage")
 
     @property
     def in_flight(self) -> int:
@@ -130,6 +127,7 @@ class Saver:
             return None
         staging = Staging(flat.tensors, layout, lent[0], later=later)
         save.board(lambda: draft_of(flat, request.roles, request.encodings), staging, lent[0])
+        _savers.add(self)
         with self._changed:
             self._under_way[save.number] = save
             self._staged.append(save)
@@ -302,5 +300,16 @@ def _finish_all() -> None:
             saver.close()
 
 
-# At the ordinary exit handlers' time no thread can be started any more, and an engine starts some.
-getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+def _finish() -> None:
+    """Finish what threads that outlived the main one began; what comes later is not left behind."""
+    _finish_all()
+    ending.set()
+
+
+# Once while pools have threads, which they lose before the main thread waits for others; and once
+# more at the ordinary exit handlers' time.
+try:
+    getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+except RuntimeError:  # the first save of a process that is ending
+    ending.set()
+atexit.register(_finish)

@@ -14,7 +14,7 @@ import torch
 
 from ckptstore import errors
 from ckptstore.backends.transfers import operation
-from ckptstore.checkpoint.cold_reads import naming_cold
+from ckptstore.checkpoint.cold_reads import naming_change, naming_cold
 from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.events import ProgressCallback, silent
@@ -154,7 +154,7 @@ class LazyVersion(Shown):
             if self._whole is None:
                 raise
             return self._all(error)[key]
-        return LazyTensor(self._repo, self._content, self._leaves[path])
+        return LazyTensor(self._repo, self._content, self._leaves[path], self.info)
 
     def _all(self, error: errors.CkptStoreError) -> LazyVersion:
         """Return the whole of a version that is kept here only in part."""
@@ -187,13 +187,14 @@ class LazyVersion(Shown):
     def _load_as(self, request: LoadRequest) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state, or a part of it; as :meth:`load`, by one record of its arguments."""
         shown = f"{self.info.run}@{self.info.step}"
-        with naming_cold(
+        cold = naming_cold(
             self.info.id,
             self._repo.url,
             shown=shown,
             include=request.include,
             exclude=request.exclude,
-        ):
+        )
+        with naming_change(self._repo, self.info), cold:
             try:
                 return load_state(self._repo, self._content, request)
             except errors.TensorNotFoundError as error:  # raised before anything is read
@@ -210,8 +211,11 @@ class LazyTensor(Suggesting):
     whole, then indexed.
     """
 
-    def __init__(self, repo: Repo, content: Content, leaf: Leaf) -> None:
+    def __init__(
+        self, repo: Repo, content: Content, leaf: Leaf, info: Version | None = None
+    ) -> None:
         self._repo = repo
+        self._info = info
         self._content = content
         self._leaf = leaf
         self._record: TensorRecord = content.manifest.tensors[leaf.index]
@@ -283,7 +287,8 @@ class LazyTensor(Suggesting):
             labels=content.labels,
             read=content.read,
         )
-        found = load_state(self._repo, part, LoadRequest())
+        with naming_change(self._repo, self._info):
+            found = load_state(self._repo, part, LoadRequest())
         for key in path:
             found = found[key]
         return found
@@ -385,8 +390,9 @@ class LazyTensor(Suggesting):
         out = stored.transpose(np.argsort(order))
         region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
         repo = self._repo
-        read_regions(
-            [region], backend=repo.load_backend, options=repo.options, rounding=to_bfloat16
-        )
+        with naming_change(repo, self._info):
+            read_regions(
+                [region], backend=repo.load_backend, options=repo.options, rounding=to_bfloat16
+            )
         del stored, out, region
         return destination.finish()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ckptstore import errors, limits
+from ckptstore.backends.transfers import Threads
 from ckptstore.errors import CkptStoreError, InvalidInputError, RankFailedError
 
 Message = Mapping[str, Any]
@@ -69,7 +70,7 @@ class Peers:
         self._device = _device_of(group)
         self._lost: set[int] = set()
         self._over = len(self.ranks) == 1
-        self._thread = ThreadPoolExecutor(1, "ckptstore-peers")
+        self._thread = Threads(1, "ckptstore-peers")
 
     @property
     def others(self) -> list[int]:

@@ -17,7 +17,7 @@ import pickle
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
@@ -353,7 +353,7 @@ class _Run:
         before: tuple[Future[list[Message]], dict[_Block, torch.Tensor]] | None = None
         with (
             Threads(2, "ckptstore-ahead") as ahead,
-            ThreadPoolExecutor(self.options.workers, "ckptstore-deliver") as pool,
+            Threads(self.options.workers, "ckptstore-deliver") as pool,
         ):
             for blocks in rounds:
                 while own and len(reading) < _AHEAD:
@@ -375,7 +375,7 @@ class _Run:
                 before[0].result()
                 self._deliver(before[1], pool)
 
-    def _deliver(self, blocks: Mapping[_Block, torch.Tensor], pool: ThreadPoolExecutor) -> None:
+    def _deliver(self, blocks: Mapping[_Block, torch.Tensor], pool: Threads) -> None:
         """Check what arrived, and bring it to where it is wanted."""
         place = self.pieces._peers.place
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog.refs import parse_ref
+from ckptstore.checkpoint.cold_reads import naming_change
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Ref, Version
 from ckptstore.store import resume_check
@@ -240,7 +241,8 @@ def fill_from(
 
     if group is None:
         found = lazy_version(session, find())
-        return transfer(session.repo, found.info, found._content, target, request)
+        with naming_change(session.repo, found.info):
+            return transfer(session.repo, found.info, found._content, target, request)
     with SharedLoad(group, alike=True) as together:
         found = lazy_version(session, _of_first(session, together, find))
         content = together.shared(found._content)
@@ -308,7 +310,8 @@ def lazy_version(session: Session, version: Version, *, fall_through: bool = Tru
     from ckptstore.states.lazy import LazyVersion
 
     resume_check.chosen(session.repo, version.run, version=version.id)
-    content = session.replicas.content(version, fall_through=fall_through)
+    with naming_change(session.repo, version):
+        content = session.replicas.content(version, fall_through=fall_through)
     whole = None
     if fall_through and version.level != "full" and session.repo.log.catalog.replicas:
         whole = partial(session.replicas.whole, version)

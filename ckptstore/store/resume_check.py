@@ -39,6 +39,9 @@ threads that add at once both succeed, as adding to a set is one step of the int
 _told: set[str] = set()
 """Ids of versions after which one was saved that goes back; background saves are not seen yet."""
 
+_imports: set[tuple[str, str]] = set()
+"""Ids of stores and runs of which the next save is an import."""
+
 _loaded: dict[tuple[str, str], str] = {}
 """By the id of a store and the run, the version that this process has loaded last."""
 
@@ -59,8 +62,7 @@ def chosen(repo: Repo, run: str, *, version: str = "") -> None:
 def importing(repo: Repo, run: str) -> None:
     """Note that an import follows, which may bring older steps after newer ones."""
     chosen(repo, run)
-    if repo.log.catalog.has_run(run) and (head := repo.log.catalog.head(run)):
-        _told.add(head.id)
+    _imports.add((repo.superblock.store_id, run))
 
 
 def take_loaded(repo: Repo, run: str) -> str:
@@ -85,6 +87,10 @@ def saved(repo: Repo, run: str, step: int, version: str) -> None:
     """
     known, catalog = is_chosen(repo, run), repo.log.catalog
     chosen(repo, run)
+    one = repo.superblock.store_id, run
+    if one in _imports:
+        _imports.discard(one)
+        return
     before = _before(catalog, run, version)
     if before is None or step > before.step or before.parent == catalog.run(run).origin != "":
         return

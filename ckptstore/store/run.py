@@ -16,7 +16,7 @@ from ckptstore.model import RunInfo, Version, versions_table
 from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import loading, resume_check, retaining
 from ckptstore.store.loading import lazy_version, load_state_of
-from ckptstore.store.store_session import Session
+from ckptstore.store.store_session import Session, ready
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -227,6 +227,7 @@ class Run(Shown):
             The storage gave no clear answer to the commit: the version may appear. ``versions()``
             tells.
         """
+        ready()
         from ckptstore.states.save import SaveRequest
 
         retain = self._retains if retain is None else retain
@@ -317,6 +318,7 @@ class Run(Shown):
             An earlier save of this run failed in the background, and nobody has asked it.
         """
         began = self._session.repo.environment.monotonic()
+        ready()
         from ckptstore.states.save import SaveRequest
 
         retain = self._retains if retain is None else retain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +19,7 @@ from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import checking, loading, replicating, retaining
 from ckptstore.store.pickling import Opening, unpickled
 from ckptstore.store.run import Run
-from ckptstore.store.store_session import Session
+from ckptstore.store.store_session import Session, ready
 from ckptstore.store.version_lookup import known, named_version
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ class Store(Shown):
             rules = EncodingRules(encodings)
         keeps = keep_last is not None or keep_best is not None
         made = Run(self._session, check_run_name(name), wanted, rules, retains=keeps)
+        if "torch" in sys.modules:
+            ready()
         if wanted:
             run_ops.ensure_run(known(self.repo), name, wanted)
         if keeps:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptstore.errors import CkptStoreError, NotReplicatedError
+from ckptstore.errors import CkptStoreError, NotReplicatedError, SaveBusyError
 from ckptstore.events import Events
 from ckptstore.format.names import entries_of
 from ckptstore.model import Version
@@ -21,6 +22,21 @@ from ckptstore.store.pickling import Opening, pickled, unpickled
 if TYPE_CHECKING:
     from ckptstore.saver.saver import Saver
     from ckptstore.states.save import SaveRequest
+
+
+def ready() -> None:
+    """Import what saves need, whole, before a signal can come in between.
+
+    Raises
+    ------
+    SaveBusyError
+        It has: this is the handler of one that came during the first save of the process.
+    """
+    for name in ("ckptstore.states.save", "ckptstore.saver.saver"):
+        if getattr(import_module(name).__spec__, "_initializing", False):
+            msg = "the first save of this process has not imported all that it needs"
+            hint = "save again later, or get the run after import torch, before signals come"
+            raise SaveBusyError(msg, hint=hint)
 
 
 class HasSession(Protocol):

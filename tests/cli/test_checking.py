@@ -158,6 +158,32 @@ def test_latest_valid_is_a_ref_everywhere(
     assert cli("export", "gpt@latest", tmp_path / "other.safetensors", "-s", damaged).code == 5
 
 
+def test_a_damaged_end_of_the_log(
+    cli: Cli, store_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Documents stay whole, a warning or an error names the record; the log tells the repair."""
+    last = max((store_path / "commits").rglob("*.json"))
+    last.write_bytes(b"")
+    for words, code in (
+        (["ls", "--json"], 0),
+        (["show", "gpt@latest-valid", "--json"], 0),
+        (["verify", "--json"], 5),
+        (["gc", "--json"], 5),
+        (["tag", "gpt@100", "t"], 5),
+        (["repair", "--dry-run", "--json"], 0),
+    ):
+        caplog.clear()
+        result = cli(*words, "-s", store_path)
+        assert result.code == code, words
+        assert last.name in (result.err if code else result.out + caplog.text), words
+        assert ("ckptstore repair" in result.err) == (code == 5)
+        if "--json" in words:
+            assert result.document
+    assert "set aside" in cli("repair", "-s", store_path).out
+    assert cli("verify", "-s", store_path).code == 0
+    assert "cut off (0 bytes)" in cli("log", "-s", store_path).out
+
+
 def test_totals_leave_out_what_has_no_manifest(cli: Cli, store_path: Path) -> None:
     """Stats and du --shared count the rest, and name the version that they left out."""
     with ckptstore.open(store_path) as store:

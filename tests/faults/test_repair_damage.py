@@ -265,22 +265,6 @@ def test_commits_are_put_back_with_proof_only(stores: Stores, what: str) -> None
         assert contents(storage) == dict(sorted(bare.items()))
 
 
-def test_a_last_commit_is_put_back_only_if_something_tells_what_it_was(stores: Stores) -> None:
-    """Without a later commit, the digest in the damaged object or a snapshot must vouch for it."""
-    bare = {k: v for k, v in stores.objects.items() if not k.startswith("snapshots/")}
-    key = commit_key(4)
-    cut, flipped = bare[key][:40], bare[key].replace(b'"at_ms":', b'"at_mS":')
-    for data, mended in ((cut, False), (flipped, True)):
-        torn = {**bare, key: data}
-        with (
-            reopen(memory_with(torn), single_writer=True) as store,
-            reopen(memory_with(bare)) as copy,
-        ):
-            report = store.repair(copy)
-            assert [c.mended for c in report.commits] == [mended]
-            assert mended or "nothing tells" in report.commits[0].why
-
-
 def test_a_copy_that_went_on_as_another_log_mends_no_commit(stores: Stores) -> None:
     """A commit of the same number but another history is never taken."""
     bare = {k: v for k, v in stores.objects.items() if not k.startswith("snapshots/")}

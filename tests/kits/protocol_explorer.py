@@ -10,7 +10,7 @@ world, if all clients die there, one last collection leaves exactly the objects 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -114,7 +114,9 @@ class Found(NamedTuple):
     """Worlds from the start to the violation."""
 
 
-def explore(start: World, last: Client | None = None) -> Found:
+def explore(
+    start: World, last: Client | None = None, bad: Callable[[World], bool] | None = None
+) -> Found:
     """Visit every reachable world; stop at the first that has lost something.
 
     Parameters
@@ -122,17 +124,19 @@ def explore(start: World, last: Client | None = None) -> Found:
     last
         The collection that is run to its end, alone, on each log and store found: it must
         leave exactly the objects of live versions. None leaves this out.
+    bad
+        Tells a world that has lost something, in place of the invariant of collection.
     """
     before: dict[World, World | None] = {start: None}
     todo = [start]
     settled: set[tuple[Log, Objects]] = set()
     while todo:
         world = todo.pop()
-        bad = not fold(world.log).reach <= world.store
-        if not bad and last is not None and world[:2] not in settled:
+        lost = bad(world) if bad is not None else not fold(world.log).reach <= world.store
+        if not lost and last is not None and world[:2] not in settled:
             settled.add(world[:2])
-            bad = not _cleans(world.log, world.store, last)
-        if bad:
+            lost = not _cleans(world.log, world.store, last)
+        if lost:
             return Found(len(before), world, _trace(before, world))
         for after in _after(world):
             if after not in before:

@@ -434,7 +434,7 @@ def test_every_call_failing_in_turn(
             outcome = "not there"
         if when is When.TRUNCATED and len(commits_of(memory)) == 2 and outcome != "there":
             with pytest.raises(CorruptObjectError, match=commit_key(2)):
-                Log(memory).refresh()
+                Log(memory).refresh(writing=True)
             continue
         steps = [v.step for v in Log(memory).refresh().versions()]
         allowed = {"there": [[0, 1]], "not there": [[0]], "unclear": [[0], [0, 1]]}
@@ -566,7 +566,7 @@ def test_a_listed_commit_that_cannot_be_opened_yet_is_waited_for(
     assert Log(FaultyBackend(memory, fault), environment).refresh().number == 1
     fault = Fault(calls=frozenset({"get"}), times=0, error=lambda: ObjectNotFoundError("stale"))
     with pytest.raises(CorruptObjectError, match="cannot be opened"):
-        Log(FaultyBackend(memory, fault), environment).refresh()
+        Log(FaultyBackend(memory, fault), environment).refresh(writing=True)
 
 
 def test_a_listing_that_misses_one_is_repeated(

@@ -98,7 +98,14 @@ def first_sound(
     found = [] if skipped is None else skipped
     for version in _line(catalog, run):
         try:
-            return attempt(version)
+            try:
+                return attempt(version)
+            except errors.ConflictError:  # moved while it was read
+                return attempt(repo.refresh().version(version.id))
+        except errors.VersionNotFoundError:
+            if not repo.refresh().version(version.id).deleted:
+                raise
+            _log.warning("skipped %s, which was deleted meanwhile", version.label)
         except errors.IntegrityError as error:
             found.append(Skipped(version=version, why=error.message))
             _log.warning("skipped %s, which is damaged: %s", version.label, error.message)

@@ -155,7 +155,7 @@ def verify(
     if record:
         repo.check_writable()
     began = repo.environment.monotonic()
-    repo.refresh()
+    repo.refresh(writing=True)
     survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
     state = open_state(resume, store_id=repo.superblock.store_id, sample=sample)
     with open_tasks(repo, executor, workers) as tasks, state as survey.state:
@@ -221,7 +221,7 @@ def _check_log(survey: Survey) -> None:
     """Read every commit again, not only those since the last snapshot; and the snapshots."""
     repo = survey.repo
     numbers = snapshot_numbers(repo.backend)
-    digests = {c.number: c.digest for c in repo.log.commits() if c.number in numbers}
+    digests = {c.number: c.digest for c in repo.log.commits(whole=True) if c.number in numbers}
     for _, error in wrong_snapshots(repo.backend, numbers, digests):
         survey.found(error, None)
 

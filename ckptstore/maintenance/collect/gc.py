@@ -271,7 +271,7 @@ class _Collection:
     def run(self, *, force: bool) -> GcReport:
         """Look at everything first; the figures are those of before anything is done."""
         repo, began = self.repo, self.repo.environment.monotonic()
-        catalog = repo.refresh()
+        catalog = repo.refresh(writing=True)
         self.found = self._look(catalog)
         cache = ReferenceCache(repo)
         idle = self._if_idle(catalog, cache)

@@ -83,7 +83,7 @@ def repair(
     """
     if not dry_run:
         repo.check_writable()
-    commits = _mend_log(repo, sources, dry_run=dry_run)
+    commits = mend_log(repo, sources, dry_run=dry_run)
     if not _log_is_whole(repo, commits, dry_run=dry_run):
         catalog = repo.log.catalog  # as far as the log can be read
         return RepairReport(
@@ -118,21 +118,10 @@ def repair(
     )
 
 
-def _mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[CommitFinding, ...]:
-    """Mend the log from the first of the other stores that can, a part from each if need be."""
-    found = {one.number: one for one in mend_log(repo, next(iter(sources), None), dry_run=dry_run)}
-    for source in sources[1:]:
-        if all(one.mended for one in found.values()):
-            break
-        again = {one.number: one for one in mend_log(repo, source, dry_run=dry_run)}
-        found.update((n, one) for n, one in again.items() if n not in found or not found[n].mended)
-    return tuple(found[number] for number in sorted(found))
-
-
 def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
     """Return whether the log can be read to its end: lost commits at the end are no gap."""
     try:
-        repo.refresh()
+        repo.refresh(writing=True)
     except (IntegrityError, FormatError):
         if not commits:
             raise

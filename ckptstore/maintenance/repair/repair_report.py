@@ -18,7 +18,10 @@ class CommitFinding:
     key: str
     what: Literal["missing", "damaged"]
     mended: bool
-    """It is right again; in a dry run, it can be made so."""
+    """What it held is there again; in a dry run, it can be brought back."""
+    set_aside: bool = False
+    """The log goes on past it, a damaged record at its end, which stays where it is; in a dry run,
+    it would."""
     why: str
     """The damage, and the obstacle to mending it."""
 
@@ -91,5 +94,5 @@ class RepairReport(Shown):
         return (
             not self.lost
             and not self.commits_lost
-            and all(commit.mended for commit in self.commits)
+            and all(commit.mended or commit.set_aside for commit in self.commits)
         )
