@@ -139,7 +139,7 @@ class Capabilities:
     read_only: bool = False
     """Every call that writes raises ReadOnlyError."""
     write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
-    """Roughly how fast it takes durable bytes, until a save was measured (see
+    """Roughly how fast it takes durable bytes; decides ``codec="auto"`` (see
     :mod:`ckptstore.objects.auto_codec`)."""
 
 

@@ -123,7 +123,7 @@ def writer_identity() -> str:
 
 CodecChoice = Literal["auto", "planes", "raw", "zstd", "delta"]
 CODEC_CHOICES: Final[tuple[CodecChoice, ...]] = get_args(CodecChoice)
-"""``auto``: ``planes`` or ``raw`` for a whole save, by the measured speed of storage and processors
+"""``auto``: ``planes`` or ``raw`` for a whole save, by the backend's speed and the threads
 (:mod:`ckptstore.objects.auto_codec`); ``planes``: always the fewest bytes of a chunk: planes for
 floats and integers, zstd for bytes, raw where neither pays; ``raw``: never compress;
 ``zstd``: zstd without planes, raw where it does not pay; ``delta``: as ``planes``, or the

@@ -78,30 +78,13 @@ WORKERS_MAX: Final = 8
 
 # --- the choice of ``codec="auto"`` ------------------------------------------------------------
 
-# New bytes from which on a save is a measurement. Source: 64 MiB take 30 ms and more; smaller saves
-# mostly time the making of files and the start of threads.
-PACE_BYTES_MIN: Final = 64 * MIB
-# Bytes a second of one thread, assumed before any save was measured: copy and hash; encode too.
-# Source: BLAKE3 at 5.3 GB/s behind a copy at 10 GB/s, and a compressed save of 1.16 GB/s with two
-# threads, both halves of one core, on the machine of benchmarks/RESULTS.md.
-PACE_HASH_BYTES_PER_S: Final = 2_200_000_000
-PACE_ENCODE_BYTES_PER_S: Final = 600_000_000
-# Stored share of a compressed save, before one was measured. Source: mixed precision with Adam.
-PACE_RATIO: Final = 0.82
-# Speed-up that a raw save must reach to be chosen. Source: it takes 1 / 0.82 of the room.
-PACE_RAW_GAIN: Final = 1.2
-# Factor beyond that line that changes an earlier decision by an estimated rate. Source: saves of
-# equal states on one idle disk differ by up to 10 %.
-PACE_BAND: Final = 1.1
-# The factor once both rates were measured and compared. Source: medians of three saves of equal
-# states on a busy machine of two cores differ by up to a third.
-PACE_BAND_SETTLED: Final = 1.5
-# Saves by which a way is measured before it is left for an estimated rate. Source: a save that
-# other work delayed says nothing, and the first of a process is often that.
-PACE_TRIES: Final = 2
-# Saves after which the measured rate of the other way expires. Source: storage gets
-# faster or slower within hours; one save in 32 that is slower costs less than 1 % in all.
-PACE_SAVES: Final = 32
+# Bytes a second of one thread: copy and hash; encode too. Source: BLAKE3 at 5.3 GB/s behind a copy
+# at 10 GB/s, and a compressed save of 1.16 GB/s with two threads, both halves of one core, on the
+# machine of benchmarks/RESULTS.md.
+AUTO_HASH_BYTES_PER_S: Final = 2_200_000_000
+AUTO_ENCODE_BYTES_PER_S: Final = 600_000_000
+# Stored share of a compressed save. Source: mixed precision with Adam.
+AUTO_RATIO: Final = 0.82
 # Write rate assumed of a backend that declares none. Source: one client of an object store.
 WRITE_BYTES_PER_S_DEFAULT: Final = 200_000_000
 

@@ -42,7 +42,6 @@ from ckptstore.events import SaveEvent, SaveEventKind
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import record_numbers, unlocked
-from ckptstore.objects.auto_codec import Pace
 from ckptstore.superblocks import read_superblock, remains, write_encrypted, write_superblock
 
 if TYPE_CHECKING:
@@ -118,8 +117,6 @@ class Repo:
         self._closed = False
         self._reserved = False
         self._manifests: Manifests | None = None
-        self.pace: Pace = Pace(backend.capabilities.write_bytes_per_s)
-        """Measured speeds of this object's saves, for ``codec="auto"``."""
         self.log: Log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )

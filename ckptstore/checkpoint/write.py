@@ -27,7 +27,7 @@ from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.roles import RULE
 from ckptstore.model import Version
-from ckptstore.objects.auto_codec import SpeedSample
+from ckptstore.objects.auto_codec import auto_codec
 from ckptstore.objects.deltas import Deltas, Older
 from ckptstore.objects.index import KnownPieces, placed_table
 from ckptstore.objects.piece_writer import Written, write_pieces
@@ -246,7 +246,7 @@ def write_tensors(
     progress: ProgressCallback,
     deltas: Deltas | None = None,
 ) -> Written:
-    """Write the pieces of tensors that are not known, and learn from it what ``auto`` comes to.
+    """Write the pieces of tensors that are not known.
 
     Parameters
     ----------
@@ -255,9 +255,9 @@ def write_tensors(
     """
     choice = check_choice(codec)
     if choice == "auto":
-        found = repo.pace.choose(workers=options.workers)
-        choice = "planes" if found.planes else "raw"
-        receipt.update(found.entries())
+        speed = repo.backend.capabilities.write_bytes_per_s
+        choice = auto_codec(speed, workers=options.workers)
+        receipt["auto_planes"] = float(choice == "planes")
     began = repo.environment.monotonic()
     written = write_pieces(
         sources,
@@ -271,20 +271,6 @@ def write_tensors(
         deltas=deltas,
     )
     wall_s = repo.environment.monotonic() - began
-    if choice in {"raw", "planes"}:  # other codecs say nothing of these two
-        raw = written.table.raw[: len(written.is_new)].astype(np.int64)
-        repo.pace.note(
-            SpeedSample(
-                planes=choice == "planes",
-                total_bytes=int(raw.sum()),
-                new_bytes=int(raw[written.is_new].sum()),
-                stored_bytes=int(written.stored_new.sum()),
-                wall_s=wall_s,
-                hashing_s=written.seconds.get("hashing_s", 0.0),
-                encoding_s=written.seconds.get("encoding_s", 0.0),
-                storage_s=written.storage_s,
-            )
-        )
     sums = {
         "packs_s": wall_s,
         **written.seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -96,15 +96,6 @@ def _most(text: str | None, *, default: int | None) -> int | None:
     return int(text)
 
 
-def _why(receipt: Mapping[str, float]) -> str:
-    """Return the confidence of the ``auto`` codec; empty for saves that did not record it."""
-    if "auto_measured" not in receipt:
-        return ""
-    how = "both measured" if receipt["auto_measured"] else "not both measured"
-    kept = ", kept: the other is not better by enough, or for long" if receipt["auto_kept"] else ""
-    return f" ({how}{kept})"
-
-
 def _tensors(store: Store, version: Version) -> list[TensorInfo]:
     """Return the manifest's entry of each tensor; reads no data and needs no torch."""
     from ckptstore.checkpoint.content import read_content
@@ -165,11 +156,10 @@ class _View:
         screen.line()
         screen.heading("RECEIPT")
         auto = auto_choice(version.receipt)
-        entries = {name: receipt_text(name, x) for name, x in version.receipt.items()}
-        if auto:
-            entries = {"auto": auto + _why(version.receipt), **entries}
-            for name in ("auto_planes", "auto_measured", "auto_kept"):
-                entries.pop(name, None)
+        entries = {"auto": auto} if auto else {}
+        for name, value in version.receipt.items():
+            if not name.startswith("auto_"):
+                entries[name] = receipt_text(name, value)
         manifest = f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})"
         if version.level == "record":
             manifest = "none: only the record is kept"

@@ -125,8 +125,6 @@ class Written:
     packs_count: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
-    storage_s: float = 0.0
-    """How long at least one thread was writing, or waiting until a pack was durable."""
 
 
 _ROW: Final = np.dtype([("ids", np.uint8, 32), *COLUMNS.items()])
@@ -249,7 +247,6 @@ def write_pieces(
         pack_bytes=sink.stored_bytes,
         packs_count=sink.packs_count,
         seconds=saving.seconds(),
-        storage_s=sink.storage_s,
     )
 
 

@@ -67,7 +67,7 @@ def open_store(
     workers
         Threads that hash, encode and decode; by default the usable processors, at most 8.
     codec
-        ``"auto"``: compressed or raw, whichever is measured to save faster; ``"planes"``: the
+        ``"auto"``: compressed or raw, whichever should save faster; ``"planes"``: the
         fewest bytes; ``"raw"``, ``"zstd"``, or ``"delta"``:
         see :data:`ckptstore.config.CODEC_CHOICES`.
     base_bytes

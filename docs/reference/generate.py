@@ -81,7 +81,7 @@ _ROLE = re.compile(r":(?:meth|class|func|mod|data|attr):`[~.]?([^`]+)`")
 _MET = re.compile(
     r"^(?!.*(TRIES|REREADS|TASK|SENDS|STRAY|VISIBILITY|HEADS|TRANSPLANT|ALIAS|CELLS|LISTED|KEY_))"
     r"(?!(RECIPE|SNAPSHOT|REFERENCES|RECORD|SKELETON|VERIFY|SEGMENT)_)"
-    r"(.*_(MAX|DEFAULT)|(?!.*(RESUME|GC_|THAW|DERIVED|PACE|SNAPSHOT|WEB)).*_MIN)"
+    r"(.*_(MAX|DEFAULT)|(?!.*(RESUME|GC_|THAW|DERIVED|SNAPSHOT|WEB)).*_MIN)"
 )
 """In the name of a limit that a user can meet; the others tune what happens inside."""
 

@@ -21,8 +21,8 @@ def test_show_prints_the_receipt_and_its_state(cli: Cli, history: Path) -> None:
         assert re.search(rf"^{name}_s +[\d.]+ m?s$", receipt, re.MULTILINE), name
     for name in ("logical", "new", "shared", "stored"):
         assert re.search(rf"^{name}_bytes +[\d.]+ [KM]?i?B$", receipt, re.MULTILINE), name
-    assert re.search(r"^auto +(raw|planes) \(not both measured\)$", receipt, re.MULTILINE)
-    assert "auto_measured" not in receipt
+    assert re.search(r"^auto +(raw|planes)$", receipt, re.MULTILINE)
+    assert "auto_planes" not in receipt
     version = cli("show", "gpt@400", "--json", "-s", history).document["version"]
     assert version["state"] == "durable"
     assert version["receipt"]["new_bytes"] == version["new_bytes"]
