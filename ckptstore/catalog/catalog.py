@@ -20,15 +20,8 @@ from ckptstore.catalog.rows import (
     tags_by_version,
 )
 from ckptstore.catalog.state import RunState, State
-from ckptstore.format.snapshot import (
-    Details,
-    Flag,
-    SnapshotBody,
-    VersionRow,
-    decode_details,
-    decode_manifest_key,
-    decode_metrics,
-)
+from ckptstore.format import snapshot
+from ckptstore.format.snapshot import Details, Flag, VersionRow
 from ckptstore.model import ReplicaInfo, RunInfo, Version
 from ckptstore.suggestions import did_you_mean
 
@@ -210,7 +203,7 @@ class Catalog:
                 or (row.flags | twin.flags) & Flag.DELETED
             ):
                 continue
-            yield version_id, decode_metrics(row), decode_metrics(twin)
+            yield version_id, snapshot.decode_metrics(row), snapshot.decode_metrics(twin)
 
     def find(self, version_id: str) -> Version | None:
         """Return the version of exactly this id; None if there is none."""
@@ -266,13 +259,13 @@ class Catalog:
         """
         out = Flag.DELETED | Flag.ABANDONED | Flag.RECORD_ONLY
         for row in self._rows(run):
-            value = None if row.flags & out else decode_metrics(row).get(metric)
+            value = None if row.flags & out else snapshot.decode_metrics(row).get(metric)
             if value is not None:
                 yield row.id, row.step, value
 
     def metric_names(self, run: str) -> set[str]:
         """Return the names of all metrics that versions of the run have."""
-        return {name for row in self._rows(run) for name in decode_metrics(row)}
+        return {name for row in self._rows(run) for name in snapshot.decode_metrics(row)}
 
     # --- replicas -----------------------------------------------------------------------------
 
@@ -312,7 +305,7 @@ class Catalog:
         for row in [row for row in self._state.versions.values() if not row.flags & gone]:
             details = known.get(row.details)
             if details is None:
-                details = known[row.details] = decode_details(row)
+                details = known[row.details] = snapshot.decode_details(row)
             yield row.id, details
 
     def deleted_manifests(self, *, without: Container[str] = ()) -> list[tuple[str, str]]:
@@ -325,7 +318,7 @@ class Catalog:
         """
         gone = Flag.DELETED | Flag.RECORD_ONLY
         return [
-            (row.id, decode_manifest_key(row))
+            (row.id, snapshot.decode_manifest_key(row))
             for row in self._state.versions.values()
             if row.flags & gone == Flag.DELETED and row.id not in without
         ]
@@ -342,7 +335,7 @@ class Catalog:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def to_snapshot(self) -> SnapshotBody:
+    def to_snapshot(self) -> snapshot.SnapshotBody:
         """Return the content of a snapshot of this catalog.
 
         Raises
@@ -355,7 +348,7 @@ class Catalog:
         return snapshot_of(self._state)
 
     @classmethod
-    def from_snapshot(cls, body: SnapshotBody, *, where: str) -> Catalog:
+    def from_snapshot(cls, body: snapshot.SnapshotBody, *, where: str) -> Catalog:
         """Return the catalog of a snapshot, checked in itself.
 
         That it belongs to this log (number and digest) is for the log to check.

@@ -13,15 +13,8 @@ import msgspec
 from ckptstore.catalog.levels import level_of
 from ckptstore.catalog.state import RunState, State
 from ckptstore.errors import CorruptObjectError, InvalidInputError
-from ckptstore.format import names
-from ckptstore.format.snapshot import (
-    Flag,
-    RunRow,
-    SnapshotBody,
-    VersionRow,
-    decode_details,
-    decode_metrics,
-)
+from ckptstore.format import names, snapshot
+from ckptstore.format.snapshot import Flag, VersionRow
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 _HEX: Final = re.compile(r"[0-9a-f]*")
@@ -59,12 +52,12 @@ def build_version(row: VersionRow, tags: tuple[str, ...]) -> Version:
     CorruptObjectError
         The snapshot that the row came from is damaged.
     """
-    details = decode_details(row)
+    details = snapshot.decode_details(row)
     return Version(
         id=row.id,
         run=row.run,
         step=row.step,
-        metrics=decode_metrics(row),
+        metrics=snapshot.decode_metrics(row),
         tags=tags,
         parent=row.parent,
         created_at=datetime.fromtimestamp(row.at_ms / 1000, UTC),
@@ -110,16 +103,19 @@ def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
 
 def pins_of(row: VersionRow) -> tuple[str, ...]:
     """Return the stores that a version is pinned for; the own one is empty."""
-    return (decode_details(row).pinned_by or ("",)) if row.flags & Flag.PINNED else ()
+    return (snapshot.decode_details(row).pinned_by or ("",)) if row.flags & Flag.PINNED else ()
 
 
-def snapshot_of(state: State) -> SnapshotBody:
+def snapshot_of(state: State) -> snapshot.SnapshotBody:
     """Return the content of a snapshot of a state."""
-    fields = RunRow.__struct_fields__
-    return SnapshotBody(
+    fields = snapshot.RunRow.__struct_fields__
+    return snapshot.SnapshotBody(
         state.number,
         state.digest,
-        [RunRow(*(getattr(run, field) for field in fields)) for run in state.runs.values()],
+        [
+            snapshot.RunRow(*(getattr(run, field) for field in fields))
+            for run in state.runs.values()
+        ],
         list(state.versions.values()),
         state.condemned,
         state.policy,
@@ -127,7 +123,7 @@ def snapshot_of(state: State) -> SnapshotBody:
     )
 
 
-def state_of(body: SnapshotBody) -> State:
+def state_of(body: snapshot.SnapshotBody) -> State:
     """Return the state in a snapshot, checked in itself; its rows become the state's.
 
     Raises

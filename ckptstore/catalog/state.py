@@ -16,17 +16,9 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore.errors import CorruptObjectError, InvalidInputError
+from ckptstore.format import names
 from ckptstore.format.fields import Direction
 from ckptstore.format.keys import commit_key
-from ckptstore.format.names import (
-    check_metadata_json,
-    check_metric_name,
-    check_replica_name,
-    check_replica_url,
-    check_role,
-    check_run_name,
-    check_tag,
-)
 from ckptstore.format.snapshot import RunRow, VersionRow
 from ckptstore.model import ReplicaInfo
 
@@ -130,27 +122,27 @@ class Fold(State):
 
 def _each(check: Callable[[str], object]) -> Callable[[Iterable[str]], object]:
     """Return the check of a field that holds several names."""
-    return lambda names: [check(name) for name in names]
+    return lambda texts: [check(text) for text in texts]
 
 
 def _check_receipt(receipt: Mapping[str, float]) -> None:
     """Raise InvalidInputError for a name that is none, or a value that is not finite."""
     for name, value in receipt.items():
-        if not (check_metric_name(name) and math.isfinite(value)):
+        if not (names.check_metric_name(name) and math.isfinite(value)):
             raise InvalidInputError(f"receipt: {name} is {value}")
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
-    "run": check_run_name,
-    "tag": check_tag,
-    "tags": _each(check_tag),
-    "metrics": _each(check_metric_name),
-    "roles": _each(check_role),
+    "run": names.check_run_name,
+    "tag": names.check_tag,
+    "tags": _each(names.check_tag),
+    "metrics": _each(names.check_metric_name),
+    "roles": _each(names.check_role),
     "receipt": _check_receipt,
-    "metadata": lambda raw: check_metadata_json(bytes(raw)),
-    "policy": lambda raw: check_metadata_json(bytes(raw)),
-    "name": check_replica_name,
-    "url": check_replica_url,
+    "metadata": lambda raw: names.check_metadata_json(bytes(raw)),
+    "policy": lambda raw: names.check_metadata_json(bytes(raw)),
+    "name": names.check_replica_name,
+    "url": names.check_replica_url,
 }
 """Checks of fields by their names, the same in every operation."""
 

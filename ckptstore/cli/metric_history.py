@@ -11,10 +11,12 @@ from ckptstore.catalog.history import History, Point
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import counted, metric_text, time_text
 from ckptstore.maintenance.reports.documents import metrics_document, time_document
+from ckptstore.pages.thinning import means
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII: Final = "_.-=+*#"
 _WIDTH_MAX: Final = 72
+_OF_VERSION: Final = ("id", "step", "level", "abandoned", "deleted", "tags")
 
 
 def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str = _BLOCKS) -> str:
@@ -23,25 +25,16 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str =
     Where there are more values than blocks, a block stands for the mean of a few that follow each
     other. What has no number among them is ``!``.
     """
-    count = min(len(values), max(width, 1))
-    groups = [
-        values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)
-    ]
     # Halves, so that the span between the largest numbers is one, too.
-    means = [_half_mean(group) for group in groups]
-    finite = [mean for mean in means if mean is not None]
+    halves = [None if mean is None else mean / 2 for mean in means(values, max(width, 1))]
+    finite = [half for half in halves if half is not None]
     low = min(finite, default=0.0)
     span = max(finite, default=0.0) - low
     top = len(blocks) - 1
     return "".join(
-        "!" if mean is None else blocks[round((mean - low) / span * top) if span else top // 2]
-        for mean in means
+        "!" if half is None else blocks[round((half - low) / span * top) if span else top // 2]
+        for half in halves
     )
-
-
-def _half_mean(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(value / len(finite) / 2 for value in finite) if finite else None
 
 
 def history_document(found: History) -> dict[str, Any]:
@@ -54,15 +47,10 @@ def history_document(found: History) -> dict[str, Any]:
         "head": found.head or None,
         "points": [
             {
-                "id": point.version.id,
-                "step": point.version.step,
+                **{name: getattr(point.version, name) for name in _OF_VERSION},
+                **metrics_document({"value": point.value}),
                 "created_at": time_document(point.version.created_at),
-                "value": metrics_document({"value": point.value})["value"],
                 "improved": point.improved,
-                "level": point.version.level,
-                "abandoned": point.version.abandoned,
-                "deleted": point.version.deleted,
-                "tags": list(point.version.tags),
             }
             for point in found.points
         ],

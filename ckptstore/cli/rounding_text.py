@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ckptstore.maintenance.retention.rounding_report import Rounding
@@ -11,24 +12,12 @@ def rounding_document(rounding: Rounding | None) -> dict[str, Any] | None:
     """Return errors and bytes of a rounding; None where no weights were read."""
     if rounding is None:
         return None
-    return {
-        "max_abs": rounding.max_abs,
-        "rel_l2": rounding.rel_l2,
-        "written_bytes": rounding.written_bytes,
-        "replaced_bytes": rounding.replaced_bytes,
-        "tensors": [
-            {
-                "path": tensor.path,
-                "dtype": tensor.dtype,
-                "form": tensor.form,
-                "bytes": tensor.nbytes,
-                "max_abs": tensor.max_abs,
-                "rel_l2": tensor.rel_l2,
-                "problem": tensor.problem or None,
-            }
-            for tensor in rounding.tensors
-        ],
-    }
+    tensors = [
+        {**asdict(tensor), "bytes": tensor.nbytes, "problem": tensor.problem or None}
+        for tensor in rounding.tensors
+    ]
+    largest = {"max_abs": rounding.max_abs, "rel_l2": rounding.rel_l2}
+    return {**asdict(rounding), **largest, "tensors": tensors}
 
 
 def rounding_text(rounding: Rounding | None) -> str:

@@ -15,17 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from ckptstore.codecs import differences
 from ckptstore.codecs import plane_layout as layouts
 from ckptstore.codecs.codec import CodecError, Part
-from ckptstore.codecs.differences import (
-    FLOATS,
-    PLAIN,
-    TURN_MAX,
-    DeltaForm,
-    join,
-    plane_bytes,
-    split,
-)
+from ckptstore.codecs.differences import FLOATS, PLAIN, TURN_MAX, DeltaForm
 from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 from ckptstore.codecs.planes import read_planes, stored_planes
 
@@ -82,7 +75,7 @@ class Delta:
         base_id
             BLAKE3-256 of `base`.
         """
-        planes = stored_planes(split(layout, raw, base, form), local=form.grouped)
+        planes = stored_planes(differences.split(layout, raw, base, form), local=form.grouped)
         if not self.arranged:
             return (base_id, *planes)
         described = bytes((_GROUPED * form.grouped | _HALVES * form.halves, form.turn))
@@ -125,8 +118,10 @@ class Delta:
         if rest:
             msg = f"{len(out)} bytes are not a whole number of {ITEM_BYTES[layout]}-byte elements"
             raise CodecError(msg)
-        planes = read_planes(body, plane_bytes(layout, count, form))
-        join(layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form)
+        planes = read_planes(body, differences.plane_bytes(layout, count, form))
+        differences.join(
+            layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form
+        )
 
 
 def _read_form(described: bytes, layout: Layout) -> DeltaForm:
@@ -179,7 +174,7 @@ def _best(
     raw: memoryview, base: memoryview, layout: Layout, forms: Sequence[DeltaForm]
 ) -> tuple[int, DeltaForm]:
     """Return the bytes of the planes, and the form among some of one order that pays best."""
-    planes = {form: split(layout, raw, base, form) for form in forms}
+    planes = {form: differences.split(layout, raw, base, form) for form in forms}
     sizes = {form: sum(map(len, stored_planes(planes[form], local=form.grouped))) for form in forms}
     best = min(forms, key=lambda form: sizes[form] / _gain(form))
     return sizes[best], best

@@ -19,18 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.format.keys import (
-    COMMITS_PREFIX,
-    MANIFESTS_PREFIX,
-    OBJECT_PREFIXES,
-    PACKS_PREFIX,
-    SNAPSHOTS_PREFIX,
-    commit_number,
-    pack_id,
-    pack_key,
-    snapshot_number,
-    version_id_of,
-)
+from ckptstore.format import keys
 from ckptstore.format.manifest import outline
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -59,19 +48,19 @@ def find_leftovers(survey: Survey) -> tuple[Notice, ...]:
     """
     repo = survey.repo
     # A save that is under way when this lists, and commits before this looks, is no orphan.
-    infos = [info for prefix in OBJECT_PREFIXES for info in repo.backend.list(prefix)]
+    infos = [info for prefix in keys.OBJECT_PREFIXES for info in repo.backend.list(prefix)]
     catalog = repo.refresh()
     live = list(catalog.versions())
     named = {version.manifest_key for version in live}
-    named.update(map(pack_key, survey.packs))
+    named.update(map(keys.pack_key, survey.packs))
     left = [
         info
         for info in infos
         if info.key not in named
-        and commit_number(info.key) is None
-        and snapshot_number(info.key) is None
+        and keys.commit_number(info.key) is None
+        and keys.snapshot_number(info.key) is None
     ]
-    if any(info.key.startswith((PACKS_PREFIX, MANIFESTS_PREFIX)) for info in left):
+    if any(info.key.startswith((keys.PACKS_PREFIX, keys.MANIFESTS_PREFIX)) for info in left):
         late = [version for version in live if version.id not in survey.seen]
         for version in (*late, *catalog.versions(deleted=True)):
             named.update(_names(repo, version))
@@ -88,7 +77,7 @@ def _names(repo: Repo, version: Version) -> Iterator[str]:
         return
     yield version.manifest_key
     try:
-        yield from map(pack_key, repo.manifests.load(version).pieces.packs)
+        yield from map(keys.pack_key, repo.manifests.load(version).pieces.packs)
     except errors.StorageError:
         raise
     except errors.CkptStoreError:
@@ -98,7 +87,7 @@ def _names(repo: Repo, version: Version) -> Iterator[str]:
 def _kind(key: str, condemned: Collection[str]) -> Literal["condemned", "orphan", "unknown"]:
     if key in condemned:
         return "condemned"
-    known = pack_id(key) is not None or version_id_of(key) is not None
+    known = keys.pack_id(key) is not None or keys.version_id_of(key) is not None
     return "orphan" if known else "unknown"
 
 
@@ -106,7 +95,9 @@ def report_lost_commits(
     survey: Survey, notices: Sequence[Notice]
 ) -> errors.CorruptObjectError | None:
     """Report and return the damage of the log if leftovers say that it lost its end, or all."""
-    strays = [n.key for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
+    strays = [
+        n.key for n in notices if n.kind == "orphan" and keys.version_id_of(n.key) is not None
+    ]
     try:
         check_log_is_whole(survey.repo, survey.repo.catalog, strays)
     except errors.CorruptObjectError as error:
@@ -138,7 +129,7 @@ def check_log_is_whole(
         manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions) came between two
         commits that follow each other, or after the last.
     """
-    numbers = (snapshot_number(info.key) for info in repo.backend.list(SNAPSHOTS_PREFIX))
+    numbers = (keys.snapshot_number(info.key) for info in repo.backend.list(keys.SNAPSHOTS_PREFIX))
     newest = max((number for number in numbers if number is not None), default=0)
     if newest > catalog.number and newest > repo.refresh().number:
         what = (
@@ -177,9 +168,9 @@ def _unknown(repo: Repo, strays: Collection[str]) -> list[str]:
     return found
 
 
-def _together(repo: Repo, keys: Collection[str]) -> int:
+def _together(repo: Repo, unknown: Collection[str]) -> int:
     """Return how many of some manifests came, at most, between one commit and the next."""
-    commits = sorted(info.modified_at for info in repo.backend.list(COMMITS_PREFIX))
-    times = {info.key: info.modified_at for info in repo.backend.list(MANIFESTS_PREFIX)}
-    gaps = Counter(bisect_right(commits, times[key]) for key in keys if key in times)
+    commits = sorted(info.modified_at for info in repo.backend.list(keys.COMMITS_PREFIX))
+    times = {info.key: info.modified_at for info in repo.backend.list(keys.MANIFESTS_PREFIX)}
+    gaps = Counter(bisect_right(commits, times[key]) for key in unknown if key in times)
     return max(gaps.values(), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,33 +55,20 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         Metrics that it is the best of its run by.
     """
     return {
-        **name_document(version),
+        **{one.name: getattr(version, one.name) for one in fields(version)},
+        "state": version.state,
         "created_at": time_document(version.created_at),
         "metrics": metrics_document(version.metrics),
         "best": sorted(best),
-        "tags": list(version.tags),
         "head": head,
         "parent": version.parent or None,
         **role_document(sum_roles(version.roles.values())),
         "roles": {role: role_document(part) for role, part in version.roles.items()},
-        "content": version.content,
         "manifest": {
             "key": version.manifest_key,
             "blake3": version.manifest_digest,
             "bytes": version.manifest_bytes,
         },
-        "metadata": dict(version.metadata),
-        "receipt": dict(version.receipt),
-        "state": version.state,
-        "commit": version.commit,
-        "level": version.level,
-        "abandoned": version.abandoned,
-        "pinned": version.pinned,
-        "pinned_for": list(version.pinned_for),
-        "verified": version.verified,
-        "damaged": version.damaged,
-        "deleted": version.deleted,
-        "replicas": list(version.replicas),
     }
 
 
@@ -123,12 +110,9 @@ _LEVEL_MARKS: Final = {
 def run_document(run: RunInfo) -> dict[str, Any]:
     """Return a run."""
     return {
-        "name": run.name,
+        **asdict(run),
         "created_at": time_document(run.created_at),
-        "versions_count": run.versions_count,
         "head": run.head or None,
-        "metrics": dict(run.metrics),
-        "tags": dict(run.tags),
         "origin": run.origin or None,
     }
 
@@ -148,14 +132,7 @@ def diff_document(report: DiffReport, errors: Mapping[str, TensorError | None]) 
         "equal": report.equal,
         "counts": {status: len(report.of(status)) for status in STATUSES},
         "tensors": [
-            {
-                "path": change.path,
-                "status": change.status,
-                "before": change.before,
-                "after": change.after,
-                "same_bytes": change.same_bytes,
-                "error": found.get(change.path),
-            }
+            {"path": change.path, **asdict(change), "error": found.get(change.path)}
             for change in report.changes
             if change.status != "same"
         ],
