@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -15,7 +15,6 @@ from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
 from ckptstore.maintenance.reports.documents import version_document
-from ckptstore.store import Store
 
 
 def fork(
@@ -55,11 +54,20 @@ def fork(
     """
     output = options.output("fork")
     renames = parse_renames(rename or ())
+    if to is None and (target.to_option or target.to_key):
+        msg = "--to-option and --to-key are for the store of --to, and none is named"
+        raise InvalidInputError(msg, hint="--to URL")
     # A run that begins elsewhere changes nothing here.
-    with opened(options, writing=to is None) as opening:
+    with ExitStack() as stack:
+        opening = stack.enter_context(opened(options, writing=to is None))
         give(opening, replica, source)
         begun = find_version(opening, ref)
-        with _target(opening, to, target, options) as other, output.progress() as progress:
+        other = None
+        if to is not None:
+            single, given = options.single_writer, target.given()
+            there = opened_for(opening, to, given, writing=True, single_writer=single)
+            other = stack.enter_context(there)
+        with output.progress() as progress:
             run = opening.fork(
                 f"#{begun.id}",
                 new_run,
@@ -75,22 +83,6 @@ def fork(
         document = {"source": begun.id, "to": to, "version": version_document(version, head=True)}
         text = f"{version_is(version)}, from {version_text(begun)}: {saved_text(version, 'copied')}"
         output.tell(document, text, brief=version.id)
-
-
-@contextmanager
-def _target(
-    here: Store, url: str | None, target: TargetOptions, options: WriterOptions
-) -> Iterator[Store | None]:
-    """Open the target store, a location or ``replica:NAME``; None if none is named."""
-    if url is None:
-        if target.to_option or target.to_key:
-            msg = "--to-option and --to-key are for the store of --to, and none is named"
-            raise InvalidInputError(msg, hint="--to URL")
-        yield None
-        return
-    single_writer = options.single_writer
-    with opened_for(here, url, target.given(), writing=True, single_writer=single_writer) as other:
-        yield other
 
 
 def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:

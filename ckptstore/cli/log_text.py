@@ -84,10 +84,6 @@ def _replicate(op: Replicate, catalog: Catalog) -> str:
     return f"{op.run}@{op.step} {op.version[:8]} from {_store(op.store, catalog)}{what}"
 
 
-def _replicated(op: Replicated, catalog: Catalog) -> str:
-    return f"{_store(op.store, catalog)} has {_versions(op, catalog)}"
-
-
 def _policy(op: SetPolicy, _: Catalog) -> str:
     found = msgspec.json.decode(op.policy, type=dict[str, Any])
     return f"{op.run or 'all runs'}: {_rules(found) if found else 'no policy'}"
@@ -126,10 +122,6 @@ def _objects(op: Condemn | Swept, _: Catalog) -> str:
     return ", ".join(counted(count, kind) for kind, count in counts.items() if count)
 
 
-def _rollback(op: Rollback, catalog: Catalog) -> str:
-    return f"{op.run} to {_named(op.version, catalog)}{_because(op.reason)}"
-
-
 _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     CreateRun: _directions,
     Declare: _directions,
@@ -138,9 +130,9 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
     Untag: lambda op, _: f"{op.run}@{op.tag}",
     Replicate: _replicate,
-    Replicated: _replicated,
+    Replicated: lambda op, catalog: f"{_store(op.store, catalog)} has {_versions(op, catalog)}",
     Fork: lambda op, catalog: f"{op.run} from {_named(op.source, catalog)}",
-    Rollback: _rollback,
+    Rollback: lambda op, catalog: f"{op.run} to {_named(op.version, catalog)}{_because(op.reason)}",
     Delete: lambda op, catalog: _versions(op, catalog) + _because(op.reason),
     Undelete: _versions,
     Pin: _pin,

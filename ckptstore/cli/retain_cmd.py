@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final
 
 import typer
@@ -58,18 +58,11 @@ class _RuleOptions:
 
     def policy(self) -> Policy | None:
         """Return the policy of these rules; None if there are none."""
-        rules = (self.full, self.weights, self.weights_bf16, self.weights_int8, self.record)
-        if not any((*rules, self.lossy, self.encoding)):
+        given = {one.name: getattr(self, one.name) or () for one in fields(self)}
+        if not any(given.values()):
             return None
-        return Policy.parse(
-            full=self.full or (),
-            weights=self.weights or (),
-            weights_bf16=self.weights_bf16 or (),
-            weights_int8=self.weights_int8 or (),
-            record=self.record or (),
-            lossy=self.lossy or (),
-            encodings=_encodings(self.encoding or []),
-        )
+        encodings = _encodings(given.pop("encoding"))
+        return Policy.parse(**given, encodings=encodings)
 
 
 def retain(

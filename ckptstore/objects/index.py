@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.format.manifest import PieceTable
+from ckptstore.format.manifest import COLUMNS, PieceTable
 from ckptstore.format.tables import NO_BASE
+
+NUMBERS: Final = np.dtype([*COLUMNS.items()])
+"""A row of a :class:`PieceTable` without the id, by the names of its columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +77,13 @@ def placed_table(
         One for each row. If a base is stored more than once, its first place counts.
     """
     packs: dict[str, int] = {}
-    rows: list[tuple[int, int, int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
     bases: dict[int, Base] = {}
-    for row, place in enumerate(places):
-        pack = packs.setdefault(place.pack, len(packs))
-        rows.append((pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes))
+    for row, (length, place) in enumerate(zip(raw.tolist(), places, strict=True)):
+        rows.append(numbers_of(length, place, packs))
         if place.base is not None:
             bases[row] = place.base
-    columns = np.array(rows, np.uint64).reshape(-1, 5)
-    table = PieceTable(
-        ids=ids,
-        raw=raw,
-        pack=columns[:, 0].astype(np.uint32),
-        offset=columns[:, 1],
-        stored=columns[:, 2].astype(np.uint32),
-        inner=columns[:, 3].astype(np.uint32),
-        slab=columns[:, 4].astype(np.uint32),
-        packs=list(packs),
-    )
-    return with_bases(table, bases)
+    return table_of(ids, np.array(rows, NUMBERS), packs, bases)
 
 
 def remap(table: PieceTable, rows: Sequence[int], place: Callable[[int], Location]) -> PieceTable:
@@ -108,43 +100,44 @@ def remap(table: PieceTable, rows: Sequence[int], place: Callable[[int], Locatio
     return placed_table(table.ids[chosen], table.raw[chosen], map(place, rows))
 
 
-def with_bases(table: PieceTable, bases: Mapping[int, Base]) -> PieceTable:
-    """Return a table in which some rows are deltas, with what they refer to behind the others.
+def numbers_of(raw: int, place: Location, packs: dict[str, int]) -> tuple[int, ...]:
+    """Return the numbers of a row by its length and place; a new pack gets the next number."""
+    pack = packs.setdefault(place.pack, len(packs))
+    return (raw, pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes)
+
+
+def table_of(
+    ids: npt.NDArray[np.uint8],
+    numbers: npt.NDArray[Any],
+    packs: dict[str, int],
+    bases: Mapping[int, Base],
+) -> PieceTable:
+    """Return the table of pieces of tensors, with what deltas refer to behind them.
 
     Parameters
     ----------
-    table
-        Of pieces of tensors alone.
+    numbers
+        Of each row: see :func:`numbers_of`.
+    packs
+        Ids of packs to their numbers; is added to.
     bases
         By row. If a base is stored more than once, its first place counts.
     """
-    if not bases:
-        return table
-    count = len(table)
     places: dict[bytes, int] = {}
-    packs = {pack: place for place, pack in enumerate(table.packs)}
-    column = [NO_BASE] * count
-    rows: list[tuple[int, int, int, int, int, int]] = []
+    more: list[tuple[int, ...]] = []
+    column = [NO_BASE] * len(ids)
     for row, base in sorted(bases.items()):
         if base.piece_id not in places:
-            places[base.piece_id] = count + len(rows)
-            at = base.location
-            pack = packs.setdefault(at.pack, len(packs))
-            length = int(table.raw[row])
-            rows.append((length, pack, at.offset, at.stored_bytes, at.inner, at.slab_bytes))
+            places[base.piece_id] = len(ids) + len(more)
+            more.append(numbers_of(int(numbers["raw"][row]), base.location, packs))
         column[row] = places[base.piece_id]
-    more = np.array(rows, np.uint64)
-    ids = np.frombuffer(b"".join(places), np.uint8).reshape(-1, 32)
-    names = ("raw", "pack", "offset", "stored", "inner", "slab")
-    columns = {
-        name: np.concatenate((old := getattr(table, name), more[:, at].astype(old.dtype)))
-        for at, name in enumerate(names)
-    }
+    numbers = np.concatenate((numbers, np.array(more, NUMBERS)))
+    base_ids = np.frombuffer(b"".join(places), np.uint8).reshape(-1, 32)
     return PieceTable(
-        ids=np.concatenate((table.ids, ids)),
+        ids=np.concatenate((ids, base_ids)),
         packs=list(packs),
-        base=np.array(column + [NO_BASE] * len(rows), np.uint32),
-        **columns,
+        base=np.array(column + [NO_BASE] * len(more), np.uint32) if more else None,
+        **{name: np.ascontiguousarray(numbers[name]) for name in COLUMNS},
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +24,11 @@ from ckptstore.codecs.codec_table import Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.format.manifest import COLUMNS, PieceTable
+from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
-from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
+from ckptstore.objects.index import NUMBERS, Base, KnownPieces, Location, numbers_of, table_of
 from ckptstore.objects.packs import PackSink, plan_packs
 from ckptstore.objects.sources import Source
 from ckptstore.objects.threads import in_threads
@@ -127,15 +126,12 @@ class Written:
     """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
 
 
-_ROW: Final = np.dtype([("ids", np.uint8, 32), *COLUMNS.items()])
-"""One row of a :class:`PieceTable`, by the names of its columns."""
-
-
 class _Rows:
     """The rows of the table in the making; each is filled by one worker."""
 
     def __init__(self, count: int) -> None:
-        self._rows = np.zeros(count, _ROW)
+        self._ids = np.zeros((count, 32), np.uint8)
+        self._numbers = np.zeros(count, NUMBERS)
         self.is_new = np.zeros(count, np.bool_)
         self.stored_new = np.zeros(count, np.int64)
         """As in :class:`Written`, `is_new` too."""
@@ -149,22 +145,22 @@ class _Rows:
     def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
         """Say in row `slot` that a piece of `raw` bytes lies in a place."""
         with self._lock:
-            pack = self._packs.setdefault(place.pack, len(self._packs))
+            numbers = numbers_of(raw, place, self._packs)
             if place.base is not None:
                 self._bases[slot] = place.base
-        where = (place.offset, place.stored_bytes, place.inner, place.slab_bytes)
-        self._rows[slot] = (np.frombuffer(piece_id, np.uint8), raw, pack, *where)
+        self._ids[slot] = np.frombuffer(piece_id, np.uint8)
+        self._numbers[slot] = numbers
 
     def repeat(self, slot: int, of: int) -> None:
         """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
-        self._rows[slot] = self._rows[of]
+        self._ids[slot] = self._ids[of]
+        self._numbers[slot] = self._numbers[of]
         if of in self._bases:
             self._bases[slot] = self._bases[of]
 
     def table(self) -> PieceTable:
         """Return the table, once every row is filled."""
-        columns = {name: np.ascontiguousarray(self._rows[name]) for name in _ROW.names or ()}
-        return with_bases(PieceTable(**columns, packs=list(self._packs)), self._bases)
+        return table_of(self._ids, self._numbers, self._packs, self._bases)
 
 
 @dataclass(slots=True)

@@ -286,7 +286,7 @@ class Store(Shown):
         LimitError
             It is more than ``staging_bytes``.
         """
-        saver = self._saver
+        saver = self._session.saver
         if not saver.in_flight:
             saver.dispatcher.start()
             saver.dispatcher.reserve(size_bytes)

@@ -136,16 +136,6 @@ class _Thawing:
 
     def look(self, packs: Sequence[str]) -> None:
         """Find out where some packs are and whether they can be read."""
-        if self.cold is None:
-            for pack in packs:
-                info = self.repo.backend.stat(pack_key(pack))
-                self.states[pack] = ObjectState(
-                    storage_class=info.storage_class,
-                    size_bytes=info.size_bytes,
-                    modified_at=info.modified_at,
-                    access="readable",
-                )
-            return
         for pack, state in states_of(self.repo.backend, self.cold, packs).items():
             if state is None:
                 where = f"{self.version.run}@{self.version.step}"

@@ -360,9 +360,14 @@ def cold_rows(table: PieceTable, cold: Collection[str]) -> list[int]:
 
 
 def states_of(
-    backend: Backend, cold: ColdStorage, packs: Sequence[str]
+    backend: Backend, cold: ColdStorage | None, packs: Sequence[str]
 ) -> Mapping[str, ObjectState | None]:
     """Return class and state of packs, by one request each; None for one that is gone.
+
+    Parameters
+    ----------
+    cold
+        None where everything can be read at any time.
 
     Raises
     ------
@@ -373,8 +378,16 @@ def states_of(
     def ask(pack: str) -> ObjectState | None:
         """Return the state of one pack; None if it is gone."""
         try:
-            return cold.restore_state(pack_key(pack))
+            if cold is not None:
+                return cold.restore_state(pack_key(pack))
+            info = backend.stat(pack_key(pack))
         except NotFoundError:
             return None
+        return ObjectState(
+            storage_class=info.storage_class,
+            size_bytes=info.size_bytes,
+            modified_at=info.modified_at,
+            access="readable",
+        )
 
     return dict(zip(packs, at_once(backend, ask, packs), strict=True))
