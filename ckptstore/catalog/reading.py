@@ -10,6 +10,7 @@ Records that a later commit sets aside do not count, whether they can be read or
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import NamedTuple
@@ -22,7 +23,6 @@ from ckptstore.catalog.commits import Commit, decode_commit
 from ckptstore.catalog.unlisted import Unlisted
 from ckptstore.chunking import batches
 from ckptstore.config import Environment
-from ckptstore.errors import StorageError
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
 Listed = dict[int, ObjectInfo | None]
@@ -38,8 +38,10 @@ class Unread(NamedTuple):
 
     @property
     def damaged(self) -> bool:
-        """Whether the record itself is at fault: the storage answered, this version reads it."""
-        return isinstance(self.error, errors.IntegrityError) or type(self.error) is StorageError
+        """Whether the record itself is at fault: its bytes, or the sectors that held them."""
+        cause = self.error.__cause__
+        unreadable = isinstance(cause, OSError) and cause.errno == errno.EIO
+        return unreadable or isinstance(self.error, errors.IntegrityError)
 
 
 class LogReader:

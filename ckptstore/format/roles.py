@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
-from ckptstore.format.tables import TensorRecord
 from ckptstore.shown import shown
+
+if TYPE_CHECKING:
+    from ckptstore.format.tables import TensorRecord
 
 ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 RULE: Final = 2

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ckptstore.backends.oserrors import translate
 from ckptstore.config import absolute_path
 from ckptstore.errors import ConflictError, FormatError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.integrations.file_import import import_file
-from ckptstore.integrations.pretrained_files import read_json
+from ckptstore.integrations.pretrained_files import read_described
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -138,9 +139,9 @@ def _logged(path: Path, step: str) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        logged = read_json(file, dict[str, Any])["log_history"]
+        logged = json.loads(read_described(file))["log_history"]  # which may have NaN
         found = {key: x for one in logged if one.get("step") == int(step) for key, x in one.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{file} is not a state of the Trainer: {error!r}") from error
     numbers = {key: x for key, x in found.items() if isinstance(x, int | float)}
     return {key: float(x) for key, x in numbers.items() if key not in ("step", "epoch")}

@@ -87,15 +87,20 @@ def read_json(file: Path, kind: Any) -> Any:  # a type that msgspec knows
     LimitError
         It is too large.
     """
+    try:
+        return msgspec.json.decode(read_described(file), type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{file} is not an index of a checkpoint: {error}") from error
+
+
+def read_described(file: Path) -> bytes:
+    """Return the bytes of a file that describes others; a FormatError names one of another kind."""
     with file.open("rb") as opened:
         data = opened.read(limits.SHARD_INDEX_BYTES_MAX + 1)
     if len(data) > limits.SHARD_INDEX_BYTES_MAX:
         raise LimitError(f"{file} has more than {limits.SHARD_INDEX_BYTES_MAX} bytes")
     check_beside(file, data)
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise FormatError(f"{file} is not an index of a checkpoint: {error}") from error
+    return data
 
 
 def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:

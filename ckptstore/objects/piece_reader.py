@@ -356,13 +356,14 @@ class _Reading:
         self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: ReadItem | None = None
     ) -> None:
         """Report the pieces of a chunk as lost, or raise for the first."""
-        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
+        gone = isinstance(error, NotFoundError)
+        what = "the pack is gone" if gone else error.message
         for item in chunk.items if only is None else (only,):
             msg = f"tensor {item.label}: {what} (pack {pack}, byte {chunk.offset})"
             lost: CkptStoreError = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
             )
-            if item.out is not None and not isinstance(error, NotFoundError) and self._sound(item):
+            if item.out is not None and not gone and all(map(self._sound, chunk.items)):
                 msg = f"tensor {item.label}: its memory changed while it was filled"
                 hint = "what is stored is sound: let no other thread write there, and load it again"
                 lost = TornStateError(msg, hint=hint)

@@ -33,9 +33,9 @@ class _Task:
 
 
 class JobWriter:
-    """One thread and the jobs that wait for it. Any thread may use it.
+    """Writer of jobs, one after the other, in a thread. Any thread may use it.
 
-    Where no thread can be made, a job is written by whoever gives it its digests.
+    Where no thread can be made, the caller that gives a job its digests writes it.
 
     Digests, codecs and writes release the interpreter's lock. A save in the background leaves one
     processor to the training.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ckptstore import limits
-from ckptstore.errors import LimitError, StateError
+from ckptstore.errors import CkptStoreError, LimitError, StateError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node, text_node
@@ -179,7 +179,7 @@ class _Walker:
         try:
             payload = adapter.to_state(value)
         except Exception as error:
-            said = shown(error, 200)
+            said = str(error) if isinstance(error, CkptStoreError) else shown(error, 200)
             msg = f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {said}"
             raise StateError(msg) from error
         self._kept.append(payload)

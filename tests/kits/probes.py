@@ -7,6 +7,7 @@ that is wrapped or changed is probed. In a test marked ``probes`` every store is
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def _place(backend: Backend) -> object:
     return folder.stat().st_dev, os.geteuid()
 
 
+@functools.wraps(_genuine)
 def _remembered(
     backend: Backend, *, environment: Environment = SYSTEM, progress: ProgressCallback = silent
 ) -> probing.ProbeReport:

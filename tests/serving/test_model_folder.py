@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
+    found = (path for path in folder.rglob("[!.]*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 

@@ -107,7 +107,7 @@ def test_the_command_line_downloads_what_export_writes(
     _run(hub, command, "download", "store/gpt", "--revision", "2", "--local-dir", str(folder))
     with ckptstore.open(place) as store:
         export_pretrained(store, "gpt@2", tmp_path / "out", max_shard_size=100_000)
-    for path in (tmp_path / "out").iterdir():
+    for path in (tmp_path / "out").glob("[!.]*"):
         assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
     assert "gpt@2" in (folder / "README.md").read_text()
 

@@ -23,6 +23,7 @@ from ckptstore.errors import (
     InvalidInputError,
     MissingKeyError,
     PolicyError,
+    RunNotFoundError,
     StorageError,
     VersionNotFoundError,
     WrongKeyError,
@@ -376,7 +377,9 @@ def test_the_page_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["packs", "manifests", "commits", "snapshots", "store.json"])
-def test_a_flipped_byte_is_found(place: Path, server: WebServer, kind: str) -> None:
+def test_a_flipped_byte_is_found(
+    place: Path, server: WebServer, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A server that changes one byte of an object is found out; for a snapshot the log is read."""
     with ckptstore.open(place) as store:
         store.publish()
@@ -392,6 +395,11 @@ def test_a_flipped_byte_is_found(place: Path, server: WebServer, kind: str) -> N
     if kind == "snapshots":
         with ckptstore.open(f"{server.url}/store") as web:
             assert web.load("open@5")["own"][0] == 7.5
+        return
+    if kind == "commits":  # none is sound: nothing of the log is read
+        with ckptstore.open(f"{server.url}/store") as web, pytest.raises(RunNotFoundError):
+            web.load("open@5")
+        assert "the end of the log is damaged" in caplog.text
         return
     with pytest.raises(CkptStoreError) as caught, ckptstore.open(f"{server.url}/store") as web:
         web.load("open@5")
