@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Capabilities, ObjectWriter
-from ckptstore.backends.transfers import Meter, Threads
+from ckptstore.backends.transfers import Threads
 from ckptstore.codecs.codec_table import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
@@ -165,12 +165,6 @@ class PackSink:
         self.stored_bytes = 0
         """Bytes of all packs so far, headers and indexes included."""
         self.packs_count = 0
-        self._busy = Meter(environment.monotonic)
-
-    @property
-    def storage_s(self) -> float:
-        """For how long at least one thread was writing, or waiting until a pack is durable."""
-        return self._busy.figures().requests_s
 
     def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
         """Write one chunk and return where it lies; `encoded` may be reused afterwards.
@@ -203,8 +197,7 @@ class PackSink:
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker
-            with self._busy:
-                stream.writer.write(parts)
+            stream.writer.write(parts)
             stored_bytes = encoded.stored_bytes
             placed = Placed(pack=stream.pack, offset=stream.offset, stored_bytes=stored_bytes)
             row = layout.IndexRow(
@@ -284,8 +277,7 @@ class PackSink:
         try:
             with writer:
                 if not self._stopped.is_set():
-                    with self._busy:
-                        writer.commit()
+                    writer.commit()
             if self._after is not None and not self._stopped.is_set():
                 self._after(pack, rows, self._check_stopped)
         finally:
