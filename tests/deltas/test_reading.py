@@ -342,7 +342,7 @@ def test_a_manifest_that_takes_a_delta_for_none_gives_an_error(store: Store) -> 
 
 
 def test_a_manifest_with_two_lengths_of_one_delta_gives_an_error(store: Store) -> None:
-    """Two pieces of one id at one place, of which one is said to be shorter; each alone is sound."""
+    """Two pieces of one id at one place, one of them said to be shorter; each alone is sound."""
     fill(store)
     table, rows = weight_rows(store)
     names = ("ids", "pack", "offset", "stored", "inner", "slab", "base")
