@@ -101,9 +101,8 @@ class FileWriter(io.RawIOBase):
             if self._held or not self._parts:
                 self._flush_part()
             whole = (self._written,)
-            of_all = [replace(part.shards[0], shape=whole) for part in self._parts]
-            pairs = zip(self._parts, of_all, strict=True)
-            self.done([replace(part, shards=(shard,)) for part, shard in pairs])
+            shards = [replace(part.shards[0], shape=whole) for part in self._parts]
+            self.done([replace(p, shards=(s,)) for p, s in zip(self._parts, shards, strict=True)])
         finally:
             super().close()
 

@@ -20,9 +20,8 @@ from ckptstore.encodings.codebooks import BOOKS, codes_of, scales_of
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
-from ckptstore.encodings.encoding_rules import EncodingRules
+from ckptstore.encodings.encoding_rules import EncodingRules, is_second_moment
 from ckptstore.encodings.measuring import Difference, ValueRange
-from ckptstore.encodings.second_moments import is_second_moment
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
