@@ -21,7 +21,6 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from ckptstore import errors, limits
 from ckptstore.backends import base
-from ckptstore.backends.azure_cold import AzureColdStorage, class_of, tier_of
 from ckptstore.backends.azure_settings import NO_CREDENTIALS, open_container, read_settings
 from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign
 from ckptstore.backends.httperrors import answer_of, error_for_answer, error_for_silence
@@ -30,7 +29,7 @@ from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.receiving import receive_into, wait_for_body
 from ckptstore.backends.scatter import wanted_bytes
-from ckptstore.backends.storage_classes import ColdStorage
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState
 
 _NOT_SENT: Final = (NewConnectionError, ConnectTimeoutError)
 _FOLDER: Final = "hdi_isfolder"
@@ -112,9 +111,7 @@ class AzureBackend(BucketBackend[Foreign]):
     ) -> None:
         """Send one Put Blob; its condition is ``If-None-Match: *``."""
         name = self._location.object_name(key)
-        options: dict[str, Any] = {"overwrite": not conditional}
-        if storage_class:
-            options["standard_blob_tier"] = StandardBlobTier(tier_of(storage_class))
+        options = {"overwrite": not conditional, **_tier_option(storage_class)}
         if key.endswith(".html"):
             options["content_settings"] = ContentSettings(content_type="text/html")
         self._run(
@@ -321,9 +318,7 @@ class _Upload:
 
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
         blocks = [BlobBlock(block) for block in receipts]
-        tier: dict[str, Any] = {}
-        if self.storage_class:
-            tier["standard_blob_tier"] = StandardBlobTier(tier_of(self.storage_class))
+        tier = _tier_option(self.storage_class)
         self.backend._blob(
             f"put {self.key}", self.key, lambda blob: blob.commit_block_list(blocks, **tier)
         )
@@ -363,3 +358,89 @@ def open_azure(
     location, settings = read_settings(url, options)
     client = PerProcess[Foreign](open_container, settings)
     return AzureBackend(location, client, pack_class=pack_class, requests=requests)
+
+
+_HOT: Final = "Hot"
+_ARCHIVE: Final = "Archive"
+_TIERS: Final = {STANDARD: _HOT, "Cool": "Cool", "Cold": "Cold", _ARCHIVE: _ARCHIVE}
+"""Storage class -> access tier."""
+
+
+def class_of(tier: str | None) -> str:
+    """Return the storage class of an access tier; accounts without tiers tell none."""
+    return STANDARD if tier in {None, "", _HOT} else str(getattr(tier, "value", tier))
+
+
+def tier_of(name: str) -> str:
+    """Return the access tier of a storage class.
+
+    Raises
+    ------
+    InvalidInputError
+        Azure has no such class.
+    """
+    if name not in _TIERS:
+        msg = f"Azure has no access tier {name}"
+        raise errors.InvalidInputError(msg, hint="Hot (STANDARD), Cool, Cold or Archive")
+    return _TIERS[name]
+
+
+def _tier_option(storage_class: str) -> dict[str, Any]:
+    """Return the option of an upload that names the tier; empty for the account's own."""
+    if not storage_class:
+        return {}
+    return {"standard_blob_tier": StandardBlobTier(tier_of(storage_class))}
+
+
+@dataclass(frozen=True, slots=True)
+class AzureColdStorage:
+    """The access tiers of the blobs below one prefix of a container.
+
+    Parameters
+    ----------
+    properties
+        Returns the properties of a key's blob, by a HEAD.
+    set_tier
+        Sends one Set Blob Tier: operation, key, tier, further options.
+    """
+
+    properties: Callable[[str], Foreign]
+    set_tier: Callable[[str, str, str, Mapping[str, str]], None]
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return class and state by a HEAD."""
+        found = self.properties(key)
+        name = class_of(found.blob_tier)
+        pending = str(found.archive_status or "").startswith("rehydrate-pending")
+        return ObjectState(
+            storage_class=name,
+            size_bytes=found.size,
+            modified_at=found.last_modified.timestamp(),
+            access="restoring" if pending else "cold" if name == _ARCHIVE else "readable",
+        )
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Set the tier, which moves no byte."""
+        tier = tier_of(name)
+        before = self.restore_state(key)
+        if before.storage_class == name:
+            return False
+        if not before.is_readable:
+            msg = f"{key} is in {before.storage_class}, and cannot be moved unless it is restored"
+            raise errors.ColdObjectError(msg, hint="ckptstore thaw brings it back to Hot, in hours")
+        self.set_tier(f"move {key} to {name}", key, tier, {})
+        after = self.restore_state(key).storage_class
+        if after != name:
+            msg = f"move {key} to {name}: the object is in {after} afterwards"
+            raise errors.StorageError(msg, hint="does this account have access tiers?")
+        return True
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Rehydrate to Hot, for good; `tier` is the priority, ``Standard`` or ``High``."""
+        if self.restore_state(key).access != "cold":
+            return False
+        try:
+            self.set_tier(f"restore {key}", key, _HOT, {"rehydrate_priority": tier})
+        except errors.ColdObjectError:  # another request came first
+            return False
+        return True

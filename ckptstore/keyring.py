@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
@@ -26,17 +26,6 @@ from ckptstore.catalog.reading import wait_until
 from ckptstore.catalog.unlisted import key_records
 from ckptstore.committing import put_once
 from ckptstore.config import SYSTEM, Environment, writer_identity
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CorruptObjectError,
-    EncryptionKeyError,
-    FormatError,
-    LimitError,
-    MissingKeyError,
-    ObjectNotFoundError,
-    UnsupportedFeatureError,
-    WrongKeyError,
-)
 from ckptstore.format.encryption import (
     FORMAT,
     Encryption,
@@ -91,7 +80,7 @@ def unlocked(
             "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you "
             f"mean; if it was encrypted once, its {STORE_KEY} has been replaced"
         )
-        raise EncryptionKeyError(msg, hint=hint)
+        raise errors.EncryptionKeyError(msg, hint=hint)
     if user_key is None:
         raise missing_key(backend.url)
     record, data_key = open_keys(backend, user_key)
@@ -99,13 +88,13 @@ def unlocked(
     if told != (record.store_id, record.chunk_bytes, record.encryption):
         msg = f"{STORE_KEY} at {backend.url} contradicts {key_record_key(record.number)}"
         hint = "one of them was changed; remove store.json and run ckptstore repair"
-        raise CorruptObjectError(msg, hint=hint)
+        raise errors.CorruptObjectError(msg, hint=hint)
     return EncryptedBackend(
         backend, data_key, segment_bytes=wanted.segment_bytes, environment=environment
     )
 
 
-def missing_key(url: str) -> MissingKeyError:
+def missing_key(url: str) -> errors.MissingKeyError:
     """Return the error for an encrypted store without a key, with the ways to give one."""
     msg = f"{url} is encrypted, and no key was given"
     hint = (
@@ -113,7 +102,7 @@ def missing_key(url: str) -> MissingKeyError:
         "a command, or set CKPTSTORE_KEY for it; to its second store belongs --to-key, --from-key "
         "or --heal-key"
     )
-    return MissingKeyError(msg, hint=hint)
+    return errors.MissingKeyError(msg, hint=hint)
 
 
 def newest_record(backend: Backend) -> KeyRecord:
@@ -133,10 +122,11 @@ def newest_record(backend: Backend) -> KeyRecord:
         try:
             with _told_of_others(numbers):
                 return read_record(backend, max(numbers))
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             continue  # a rotation deleted it after the listing
     msg = f"{backend.url} is encrypted, but there is no record of its keys below {KEYS_PREFIX}"
-    raise CorruptObjectError(msg, hint="restore keys/ from a backup: nothing opens it otherwise")
+    hint = "restore keys/ from a backup: nothing opens it otherwise"
+    raise errors.CorruptObjectError(msg, hint=hint)
 
 
 def record_numbers(backend: Backend) -> list[int]:
@@ -160,7 +150,7 @@ def read_record(backend: Backend, number: int) -> KeyRecord:
     record = decode_key_record(backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX), where=key)
     if record.number != number:
         msg = f"{key} holds record {record.number}"
-        raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+        raise errors.CorruptObjectError(msg, hint="restore keys/ from a backup")
     return record
 
 
@@ -178,7 +168,7 @@ def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
     try:
         where = key_record_key(record.number)
         return record, unwrap(record, user_key, where=where, place=backend.url)
-    except (WrongKeyError, CorruptObjectError):
+    except (errors.WrongKeyError, errors.CorruptObjectError):
         with _told_of_others(record_numbers(backend)):
             raise
 
@@ -192,7 +182,7 @@ def _told_of_others(numbers: Sequence[int]) -> Iterator[None]:
     """
     try:
         yield
-    except (WrongKeyError, CorruptObjectError, FormatError, UnsupportedFeatureError) as error:
+    except (errors.WrongKeyError, errors.CorruptObjectError, errors.FormatError) as error:
         if len(numbers) < 2:
             raise
         hint = (
@@ -277,7 +267,7 @@ def rotate(
         record, data_key = open_keys(backend, old)
         if record.number >= limits.COMMIT_NUMBER_MAX:
             msg = f"{key_record_key(record.number)} has the last number possible"
-            raise LimitError(msg, hint=f"no rotation wrote it: {MEND_HINT}")
+            raise errors.LimitError(msg, hint=f"no rotation wrote it: {MEND_HINT}")
         kept = tuple(slot for slot in record.slots if slot.key != new.id) if keep_old else ()
         follower = msgspec.structs.replace(
             record,
@@ -299,7 +289,7 @@ def rotate(
             deleted=records.delete(wanted, past),
         )
     msg = f"other processes keep rotating the keys of {backend.url}"
-    raise AmbiguousWriteError(msg, hint="try again")
+    raise errors.AmbiguousWriteError(msg, hint="try again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,5 +350,5 @@ class KeyRecords:
 
 def check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
     """Read a record back and open it, as a process that opens the store would."""
-    with contextlib.suppress(ObjectNotFoundError):  # a later rotation deleted it, and built on it
+    with contextlib.suppress(errors.ObjectNotFoundError):  # a later rotation built on it
         unwrap(read_record(backend, record.number), new, where=key_record_key(record.number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
@@ -174,10 +174,12 @@ class Receipt:
     @classmethod
     def of(cls, numbers: Mapping[str, float], state: ReceiptState) -> Receipt:
         """Return a receipt from the entries of a catalog record."""
-        seconds = {name: numbers.get(name, 0.0) for name in _SECONDS}
-        sizes = {name: int(numbers.get(name, 0)) for name in _SIZES}
-        auto = auto_choice(numbers)
-        return cls(state=state, auto=auto, **seconds, **sizes)  # type: ignore[arg-type]  # by name
+        found: dict[str, Any] = {
+            one.name: type(one.default)(numbers.get(one.name, 0))
+            for one in fields(cls)
+            if isinstance(one.default, int | float)
+        }
+        return cls(state=state, auto=auto_choice(numbers), **found)
 
 
 def auto_choice(numbers: Mapping[str, float]) -> str:
@@ -185,10 +187,6 @@ def auto_choice(numbers: Mapping[str, float]) -> str:
     if "auto_planes" not in numbers:
         return ""
     return "planes" if numbers["auto_planes"] else "raw"
-
-
-_SECONDS = ("blocked_s", "staging_s", "hashing_s", "encoding_s", "writing_s", "committing_s")
-_SIZES = ("logical_bytes", "new_bytes", "shared_bytes", "stored_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent, read_only_error
 from ckptstore.backends.key_sources import KeyInput, read_key
 from ckptstore.backends.registry import open_backend
@@ -30,14 +30,6 @@ from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
-from ckptstore.errors import (
-    InvalidInputError,
-    ReadOnlyError,
-    StorageError,
-    StoreExistsError,
-    StoreNotFoundError,
-    UnsafeBackendError,
-)
 from ckptstore.events import SaveEvent, SaveEventKind
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
@@ -81,14 +73,14 @@ def probe_backend(backend: Backend, environment: Environment) -> Finding:
         msg = f"{backend.url} cannot hold a store, not even for a single writer: {failed} failed"
         hint = f"ckptstore doctor {backend.url} shows all checks; use another storage or driver"
         hint = "; ".join([hint, *backend.remarks()])
-        raise StorageError(msg, hint=hint)
+        raise errors.StorageError(msg, hint=hint)
     return Finding(put_if_absent=found.put_if_absent, report=report)
 
 
 class Repo:
     """One opened store: its backend, its superblock, its log. Any thread may use it.
 
-    Made by :func:`open_repo` or :func:`create_repo`; a context manager. Closing it closes its
+    Made by :func:`open_repo`; a context manager. Closing it closes its
     backend.
     """
 
@@ -189,13 +181,17 @@ class Repo:
 
     def __reduce__(self) -> NoReturn:
         msg = f"an open repository ({self.url}) cannot be sent to another process"
-        raise InvalidInputError(msg, hint="pickle the store, a run, or a lazy version as a whole")
+        raise errors.InvalidInputError(
+            msg, hint="pickle the store, a run, or a lazy version as a whole"
+        )
 
     def check_open(self) -> None:
         """Raise InvalidInputError if the store is closed."""
         if self._closed:
             msg = f"the store {self.url} is closed"
-            raise InvalidInputError(msg, hint="use it inside its with block, or open it again")
+            raise errors.InvalidInputError(
+                msg, hint="use it inside its with block, or open it again"
+            )
 
     def put_if_absent(self) -> PutIfAbsent:
         """Return whether the storage has put-if-absent; probes it if its backend has changed.
@@ -227,7 +223,7 @@ class Repo:
             raise read_only_error(self.backend.url)
         if self.options.read_only:
             msg = f"{self.url} was opened read-only"
-            raise ReadOnlyError(msg, hint="write to a store that you open to write")
+            raise errors.ReadOnlyError(msg, hint="write to a store that you open to write")
         verdict = self.put_if_absent()
         safe = verdict is PutIfAbsent.ATOMIC
         if not (safe or self.options.single_writer):
@@ -279,6 +275,7 @@ def open_repo(
     url: str | os.PathLike[str],
     *,
     create: bool = False,
+    exist_ok: bool = True,
     options: Options | None = None,
     environment: Environment = SYSTEM,
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
@@ -289,6 +286,8 @@ def open_repo(
 
     Parameters
     ----------
+    exist_ok
+        Open a store that is there; otherwise, with `create`, that is an error.
     key
         Opens an encrypted store, or makes a new one encrypted: ``file:PATH``, ``env:NAME``,
         ``command:CMD``, or 32 bytes.
@@ -300,6 +299,8 @@ def open_repo(
         encrypted.
     StoreNotFoundError
         There is none, and `create` is False.
+    StoreExistsError, ReadOnlyError, UnsafeBackendError
+        With `create`, as :func:`create_on`.
     UnsupportedFeatureError, FormatError
         A newer version, or another program, made it.
     CorruptObjectError
@@ -307,42 +308,12 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
-    if create:
-        return create_repo(
-            url,
-            options=options,
-            environment=environment,
-            chunk_bytes=chunk_bytes,
-            key=key,
-            storage_options=storage_options,
-            exist_ok=True,
-        )
-    key = None if key is None else read_key(key)
+    opening: Any = {"options": options, "environment": environment}
+    opening["key"] = None if key is None else read_key(key)
     with _backend_at(url, environment, storage_options) as backend:
-        return open_on(backend, key=key, options=options, environment=environment)
-
-
-def create_repo(
-    url: str | os.PathLike[str],
-    *,
-    options: Options | None = None,
-    environment: Environment = SYSTEM,
-    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
-    key: KeyInput | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    exist_ok: bool = False,
-) -> Repo:
-    """Create a store at a location; raises as :func:`create_on`."""
-    key = None if key is None else read_key(key)
-    with _backend_at(url, environment, storage_options) as backend:
-        return create_on(
-            backend,
-            options=options,
-            environment=environment,
-            chunk_bytes=chunk_bytes,
-            key=key,
-            exist_ok=exist_ok,
-        )
+        if create:
+            return create_on(backend, chunk_bytes=chunk_bytes, exist_ok=exist_ok, **opening)
+        return open_on(backend, **opening)
 
 
 @contextmanager
@@ -417,16 +388,16 @@ def create_on(
     if found is None:
         if left:
             msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
-            raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
+            raise errors.StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
         if key is None and record_numbers(backend):
             msg = f"another process began to create an encrypted store at {backend.url}"
             hint = f"give its key, or remove {KEYS_PREFIX} if nothing is stored there"
-            raise StoreExistsError(msg, hint=hint)
+            raise errors.StoreExistsError(msg, hint=hint)
         if backend.capabilities.read_only:
             hint = "create it in a folder or bucket, such as the one that the server serves"
             raise read_only_error(backend.url, hint)
         if options.read_only:
-            raise ReadOnlyError(f"no store can be created read-only at {backend.url}")
+            raise errors.ReadOnlyError(f"no store can be created read-only at {backend.url}")
         finding = prober(backend, environment)
         if finding.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
             raise unsafe(backend.url, finding.put_if_absent)
@@ -439,7 +410,7 @@ def create_on(
         exist_ok = exist_ok or made
     if not exist_ok:
         msg = f"there is a store at {backend.url} already"
-        raise StoreExistsError(msg, hint="open it, or name another place")
+        raise errors.StoreExistsError(msg, hint="open it, or name another place")
     backend = unlocked(backend, found, key, environment=environment)
     return Repo(backend, found, environment=environment, options=options, prober=prober)
 
@@ -452,7 +423,7 @@ def _superblock(
             f"a chunk size is {limits.CHUNK_BYTES_MIN} to {limits.CHUNK_RAW_BYTES_MAX} bytes, "
             f"not {chunk_bytes}"
         )
-        raise InvalidInputError(msg, hint="4 MiB, the default, suits most")
+        raise errors.InvalidInputError(msg, hint="4 MiB, the default, suits most")
     return Superblock(
         store_id=environment.random_hex(16),
         chunk_bytes=chunk_bytes,
@@ -465,26 +436,28 @@ def _superblock(
     )
 
 
-def unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
+def unsafe(url: str, verdict: PutIfAbsent) -> errors.UnsafeBackendError:
     """Return the error for storage on which two writers would lose commits."""
     what = {
         PutIfAbsent.IGNORED: "takes no notice of the condition",
         PutIfAbsent.REFUSED: "refuses the condition",
     }.get(verdict, "was not seen to keep the condition")
     msg = f"{url} {what} to create an object only if it is absent: two writers would lose commits"
-    return UnsafeBackendError(msg, hint=_HINT_UNSAFE)
+    return errors.UnsafeBackendError(msg, hint=_HINT_UNSAFE)
 
 
-def _no_store(backend: Backend) -> StoreNotFoundError:
+def _no_store(backend: Backend) -> errors.StoreNotFoundError:
     left = remains(backend)
     if left:
         msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
-        return StoreNotFoundError(msg, hint=_HINT_REMAINS)
+        return errors.StoreNotFoundError(msg, hint=_HINT_REMAINS)
     msg = f"there is no store at {backend.url}"
     if "::" in backend.url:
         hint = f"name the folder with {STORE_KEY} before ::, as in zip://st::file:///data/st.zip"
-        return StoreNotFoundError(msg, hint=hint)
+        return errors.StoreNotFoundError(msg, hint=hint)
     if backend.capabilities.read_only:
         hint = f"its URL is that of the folder with {STORE_KEY}, which anyone must be able to read"
-        return StoreNotFoundError(msg, hint=hint)
-    return StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}, or create=True")
+        return errors.StoreNotFoundError(msg, hint=hint)
+    return errors.StoreNotFoundError(
+        msg, hint=f"create one: ckptstore init {backend.url}, or create=True"
+    )

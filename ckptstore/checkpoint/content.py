@@ -126,12 +126,8 @@ class Content:
         recipe = records[index].recipe
         if recipe is None:
             return {"coded_bytes": records[index].nbytes}
-        errors = {
-            "max_abs": recipe.max_abs,
-            "rel_l2": recipe.rel_l2,
-            "max_abs_bound": recipe.max_abs_bound,
-            "rel_l2_bound": recipe.rel_l2_bound,
-        }
+        bounds = ("max_abs", "rel_l2", "max_abs_bound", "rel_l2_bound")
+        errors = {name: getattr(recipe, name) for name in bounds}
         first = recipe.sources[0]
         if first not in self.hidden:
             return {"encoding": DERIVED, "derived_from": self.labels[first], **errors}

@@ -31,11 +31,11 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, parts_of, unguarded
+from ckptstore.checkpoint.encoded_sources import Elements, parts_of, unguarded
 from ckptstore.encodings.casts import Rounding, raw_dtype
 from ckptstore.encodings.decoding import cast_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
-from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
+from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest, blake3_of
 from ckptstore.objects.sources import Source
 
 # Elements that are converted at once. Source: with smaller steps two threads wait for the
@@ -137,7 +137,7 @@ def prove(
     """
     if _rounded(_sample(high, _LOOK_ELEMENTS), high, low) != _sample(low, _LOOK_ELEMENTS):
         return None
-    digest = _digest(low)
+    digest = blake3_of(parts_of(low, _COPY_BYTES))
     before = known.of(digest, record, high.dtype)
     if before and b"".join(ids := [blake3_digest(part) for part in parts_of(high, grid)]) in before:
         return Proved(digest=digest, ids=ids)
@@ -161,18 +161,6 @@ def prove(
     if hasher.digest() != digest:
         return None
     return Proved(digest=digest, sums=pieces.checksums())
-
-
-def _digest(source: Source) -> bytes:
-    """Return the BLAKE3-256 of a tensor; one that is staged is compared as it is read."""
-    payload = source.payload
-    view = None if is_guarded(payload) else payload.view()
-    if view is not None:
-        return blake3_digest(view)
-    hasher = Hasher()
-    for part in parts_of(source, _COPY_BYTES):
-        hasher.update(part)
-    return hasher.digest()
 
 
 # --- the search for pairs -------------------------------------------------------------------------

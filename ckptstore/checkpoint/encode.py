@@ -137,15 +137,8 @@ def encode_draft(
 
 def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Return what the tasks return; the first failure ends those that have not begun."""
-    if not tasks:
-        return []
     with Threads(workers, thread_name_prefix="ckptstore-measure") as pool:
-        futures = [pool.submit(task) for task in tasks]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C as well; it goes on to the caller, once what runs is done
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(lambda task: task(), tasks))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
@@ -161,13 +161,7 @@ def source_of(
 def coded_sources(record: TensorRecord, elements: Elements, form: Form) -> list[CodedSource]:
     """Return what a form stores of a tensor: codes, and scales if it has any."""
     count = math.prod(record.shape)
-    codes = TensorRecord(
-        dtype=form.dtype,
-        shape=record.shape,
-        order=record.order,
-        role=record.role,
-        nbytes=count * form.item_bytes,
-    )
+    codes = replace(record, dtype=form.dtype, nbytes=count * form.item_bytes, blocks=None)
     found = [CodedSource(codes, source_of(codes, ComputedPayload(partial(_codes, elements, form))))]
     if form.block:
         blocks = -(-count // form.block)

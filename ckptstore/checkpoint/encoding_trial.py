@@ -14,8 +14,8 @@ from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import Encoding
+from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.encodings.measuring import Difference, ValueRange
-from ckptstore.encodings.second_moments import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.tables import Recipe
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64

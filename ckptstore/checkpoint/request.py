@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Final
@@ -82,7 +82,7 @@ def check_wishes(catalog: Catalog, request: WriteRequest, *, version: str = "0" 
     InvalidInputError, LimitError
         One of them is not accepted.
     """
-    _save_ops(catalog, request, version=version)
+    _save_ops(catalog, request, version=version, manifest=NOWHERE, content="0" * 64)
 
 
 def commit_version(
@@ -127,8 +127,14 @@ def commit_version(
     receipt["new_bytes"] = float(new)
     receipt["shared_bytes"] = float(logical - new)
     receipt["stored_bytes"] = float(sum(size.stored for size in sizes))
-    content = content_digest(manifest)
-    needed = relied_on(pointer, manifest)
+    found = {
+        "version": manifest.version,
+        "manifest": pointer,
+        "content": content_digest(manifest),
+        "roles": roles,
+        "receipt": receipt,
+        "relies_on": relied_on(pointer, manifest),
+    }
 
     def clock() -> None:
         """Note how long it took up to now."""
@@ -141,16 +147,7 @@ def commit_version(
         """Return the operations of the commit that follows a catalog."""
         before_commit()
         clock()
-        return _save_ops(
-            now,
-            request,
-            version=manifest.version,
-            pointer=pointer,
-            content=content,
-            roles=roles,
-            receipt=receipt,
-            relies_on=needed,
-        )
+        return _save_ops(now, request, **found)
 
     try:
         repo.log.append(build)
@@ -158,32 +155,17 @@ def commit_version(
         clock()
 
 
-def _save_ops(
-    catalog: Catalog,
-    request: WriteRequest,
-    *,
-    version: str,
-    pointer: ManifestPointer = NOWHERE,
-    content: str = "0" * 64,
-    roles: Mapping[str, RoleBytes] | None = None,
-    receipt: Mapping[str, float] | None = None,
-    relies_on: Collection[str] = (),
-) -> list[Op]:
-    """Return the operations that make a version visible; see :mod:`ckptstore.catalog.run_ops`."""
+def _save_ops(catalog: Catalog, request: WriteRequest, **found: Any) -> list[Op]:  # noqa: ANN401
+    """Return the operations that make a version visible; `found` as in ``run_ops.save``."""
     return run_ops.save(
         catalog,
         run=request.run,
-        version=version,
         step=request.step,
-        manifest=pointer,
-        content=content,
         directions=request.directions,
         metrics=request.metrics,
         tags=request.tags,
         metadata=request.metadata,
-        roles=roles,
-        receipt=receipt,
-        relies_on=relies_on,
+        **found,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -103,25 +103,60 @@ def write_version(
         derive=request.derive,
         proved=proved,
     )
-    measured = dict(draft.numbers)
-    if measured:
-        measured["measuring_s"] = repo.environment.monotonic() - began
-    saving = _VersionWrite(
-        repo=repo,
-        request=replace(request, metadata=listing(request.metadata, draft.fallbacks)),
-        version=version,
-        draft=draft,
-        options=options,
-        receipt={**(receipt or {}), **measured},
-        blocked_since=blocked_since,
-        progress=progress,
-        before_commit=before_commit,
-    )
-    if check_choice(request.codec) == "delta":
-        saving.older = _older(repo, draft, parent if shared else None)
-    manifest, pointer = saving.run(shared)
+    told = {**(receipt or {}), **draft.numbers}
+    if draft.numbers:
+        told["measuring_s"] = repo.environment.monotonic() - began
+    request = replace(request, metadata=listing(request.metadata, draft.fallbacks))
+    wants_deltas = check_choice(request.codec) == "delta"
+    older = _older(repo, draft, parent if shared else None) if wants_deltas else None
+    written: list[Written] = []
+
+    def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
+        """Write all but what is known elsewhere and not condemned, and commit."""
+        tables = [*(part.table for part in reversed(written)), *shared]
+        written.append(
+            write_tensors(
+                repo,
+                draft.sources,
+                KnownPieces(tables, without=condemned),
+                told,
+                codec=request.codec,
+                options=options,
+                progress=progress,
+                deltas=_deltas(repo, older, options, condemned),
+            )
+        )
+        told["tensors_count"] = float(draft.visible_count or len(draft.records))
+        began = repo.environment.monotonic() - told.get("committing_s", 0.0)
+        name = version if len(written) == 1 else ""  # a name is never used again
+        manifest = Manifest(
+            version=version,
+            chunk_bytes=repo.chunk_bytes,
+            skeleton=draft.frame,
+            tensors=draft.records,
+            first=written[-1].first,
+            pieces=written[-1].table,
+            rule=RULE,
+        )
+        pointer = repo.manifests.put(manifest, name=name)
+        told.update(receipt_entries(repo.backend.transfers))
+        commit_version(
+            repo,
+            request,
+            manifest,
+            pointer,
+            written,
+            receipt=told,
+            began=began,
+            blocked_since=blocked_since,
+            visible_count=draft.visible_count,
+            before_commit=before_commit,
+        )
+        return manifest, pointer
+
+    manifest, pointer = commit_retrying(attempt)
     repo.manifests.keep(pointer.digest, manifest, proved=draft.proved)
-    return repo.log.catalog.version(version), saving.receipt
+    return repo.log.catalog.version(version), told
 
 
 def shareable(repo: Repo, parent: Version | None) -> list[PieceTable]:
@@ -157,82 +192,18 @@ def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     return older
 
 
-@dataclass(slots=True, kw_only=True)
-class _VersionWrite:
-    """One save under way; owned by the calling thread."""
-
-    repo: Repo
-    request: WriteRequest
-    version: str
-    draft: Draft
-    options: Options
-    receipt: dict[str, float]
-    blocked_since: float | None
-    progress: ProgressCallback
-    before_commit: Callable[[], None]
-    older: Older | None = None
-    """What deltas may be taken to; None if none are wanted."""
-
-    def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
-        """Write and commit, again if something was condemned; return manifest and place."""
-        repo, draft = self.repo, self.draft
-        written: list[Written] = []
-
-        def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
-            """Write all but what is known elsewhere and not condemned, and commit."""
-            tables = [*(part.table for part in reversed(written)), *shared]
-            written.append(
-                write_tensors(
-                    repo,
-                    draft.sources,
-                    KnownPieces(tables, without=condemned),
-                    self.receipt,
-                    codec=self.request.codec,
-                    options=self.options,
-                    progress=self.progress,
-                    deltas=self._deltas(condemned),
-                )
-            )
-            self.receipt["tensors_count"] = float(draft.visible_count or len(draft.records))
-            began = repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
-            name = self.version if len(written) == 1 else ""  # a name is never used again
-            manifest = Manifest(
-                version=self.version,
-                chunk_bytes=repo.chunk_bytes,
-                skeleton=draft.frame,
-                tensors=draft.records,
-                first=written[-1].first,
-                pieces=written[-1].table,
-                rule=RULE,
-            )
-            pointer = repo.manifests.put(manifest, name=name)
-            self.receipt.update(receipt_entries(repo.backend.transfers))
-            commit_version(
-                repo,
-                self.request,
-                manifest,
-                pointer,
-                written,
-                receipt=self.receipt,
-                began=began,
-                blocked_since=self.blocked_since,
-                visible_count=draft.visible_count,
-                before_commit=self.before_commit,
-            )
-            return manifest, pointer
-
-        return commit_retrying(attempt)
-
-    def _deltas(self, condemned: Collection[str]) -> Deltas | None:
-        if self.older is None:
-            return None
-        return Deltas(
-            older=self.older,
-            keyframes=self.repo.manifests.keyframes,
-            backend=self.repo.backend,
-            options=self.options,
-            without=condemned,
-        )
+def _deltas(
+    repo: Repo, older: Older | None, options: Options, condemned: Collection[str]
+) -> Deltas | None:
+    if older is None:
+        return None
+    return Deltas(
+        older=older,
+        keyframes=repo.manifests.keyframes,
+        backend=repo.backend,
+        options=options,
+        without=condemned,
+    )
 
 
 def write_tensors(

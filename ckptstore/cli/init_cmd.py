@@ -13,7 +13,7 @@ from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import bytes_text, parse_bytes
 from ckptstore.config import Options
 from ckptstore.format.superblock import Superblock
-from ckptstore.repo import create_repo
+from ckptstore.repo import open_repo
 
 _SHOWN: Final = ("store_id", "format", "chunk_bytes", "backend", "put_if_absent", "single_writer")
 """Fields of the superblock in the document."""
@@ -43,8 +43,10 @@ def init(
     chunk_bytes = parse_bytes(chunk_size)
     with (
         vouching(),
-        create_repo(
+        open_repo(
             location(url or options.store),
+            create=True,
+            exist_ok=False,
             options=Options(single_writer=options.single_writer),
             chunk_bytes=chunk_bytes,
             key=options.key,

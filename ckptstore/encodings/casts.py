@@ -23,19 +23,15 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.tables import CASTS
+
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
 Raw = npt.NDArray[Any]
 """Elements as unsigned integers of their width."""
 
-FLOATS: Final[Mapping[str, int]] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+FLOATS: Final[Mapping[str, int]] = {name: ITEM_BYTES[name] for name in sorted(CASTS)}
 """Bytes of an element of each format that there are casts for, by torch's name."""
 
 _QUIET: Final = {

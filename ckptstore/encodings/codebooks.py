@@ -33,13 +33,6 @@ LINEAR_TOP: Final = 127
 """The code of the scale itself."""
 _DECADES: Final = 7
 
-CODE_DTYPES: Final[Mapping[str, str]] = {
-    LINEAR: "int8",
-    DYNAMIC_SIGNED: "uint8",
-    DYNAMIC_UNSIGNED: "uint8",
-}
-"""dtype of the record that holds the codes, by code."""
-
 
 def _rounded(values: list[Fraction]) -> npt.NDArray[np.float32]:
     """Return float32 values; a Fraction becomes the nearest float64 on any machine."""

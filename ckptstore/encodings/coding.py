@@ -14,6 +14,7 @@ from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
 from ckptstore.encodings.measuring import ValueRange
+from ckptstore.format.tables import CODES
 
 _STEP: Final = 1 << 16
 """Elements that are converted at once. Source: as in ``decoding``."""
@@ -62,9 +63,7 @@ class Form:
             return cls(kind=CAST, code="", block=0, dtype=target)
         dynamic = codebooks.DYNAMIC_SIGNED if signed else codebooks.DYNAMIC_UNSIGNED
         code = codebooks.LINEAR if encoding.name == "int8" else dynamic
-        return cls(
-            kind=SCALED, code=code, block=encoding.block or 0, dtype=codebooks.CODE_DTYPES[code]
-        )
+        return cls(kind=SCALED, code=code, block=encoding.block or 0, dtype=CODES[code])
 
     @property
     def item_bytes(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.paths import Key, Path, Pattern, path_text
-from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs, text_node
 
 _INT64_MAX = (1 << 63) - 1
 
@@ -288,9 +288,5 @@ def encode_key(key: Key) -> Node:
     if isinstance(key, tuple):
         return ["t", *(encode_key(part) for part in key)]
     if isinstance(key, str):
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            return ["u", key.encode("utf-8", "surrogatepass")]
-        return key
+        return text_node(key)
     raise InvalidInputError(f"{key!r} cannot be a key of a state")

@@ -296,17 +296,10 @@ class PieceTable:
         """
         chosen, base = taking(self.base, rows)
         used, pack = np.unique(self.pack[chosen], return_inverse=True)
-        return PieceTable(
-            ids=self.ids[chosen],
-            raw=self.raw[chosen],
-            pack=pack.astype(np.uint32),
-            offset=self.offset[chosen],
-            stored=self.stored[chosen],
-            inner=self.inner[chosen],
-            slab=self.slab[chosen],
-            packs=[self.packs[int(place)] for place in used],
-            base=base,
-        )
+        names = ("ids", "raw", "offset", "stored", "inner", "slab")
+        columns: dict[str, Any] = {name: getattr(self, name)[chosen] for name in names}
+        packs = [self.packs[int(place)] for place in used]
+        return PieceTable(**columns, pack=pack.astype(np.uint32), packs=packs, base=base)
 
 
 def recipe_problem(place: int, records: Sequence[TensorRecord]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ckptstore.states.lazy import LazyTensor
 from ckptstore.states.shards import Shard, write_part
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FileWriter(io.RawIOBase):
     """A stream whose bytes go into packs while it is written; for one thread.
 
@@ -35,25 +36,18 @@ class FileWriter(io.RawIOBase):
         Called once when the stream is closed, with the parts of the tensor; commits them.
     """
 
-    def __init__(
-        self,
-        repo: Repo,
-        name: str,
-        *,
-        shared: list[PieceTable],
-        looked: int,
-        done: Callable[[list[RankPart]], object],
-    ) -> None:
-        super().__init__()
-        self._repo = repo
-        self._name = name
-        self._shared = shared
-        self._looked = looked
-        self._done = done
+    repo: Repo
+    name: str
+    shared: list[PieceTable]
+    looked: int
+    done: Callable[[list[RankPart]], object]
+
+    def __post_init__(self) -> None:
+        """Begin with nothing written."""
         self._held = bytearray()
         self._parts: list[RankPart] = []
         self._written = 0
-        grid = repo.chunk_bytes
+        grid = self.repo.chunk_bytes
         self._part_bytes = max(grid, limits.FILE_PART_BYTES // grid * grid)
 
     def writable(self) -> bool:
@@ -86,15 +80,15 @@ class FileWriter(io.RawIOBase):
         held, self._held = self._held, bytearray()
         tensor = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0).byte()
         size = self._written + len(held)
-        shard = Shard(name=self._name, shape=(size,), offsets=(self._written,), tensor=tensor)
+        shard = Shard(name=self.name, shape=(size,), offsets=(self._written,), tensor=tensor)
         part = write_part(
-            self._repo,
+            self.repo,
             [shard],
             {},
-            paths={self._name: (self._name,)},
-            shared=self._shared,
-            looked=self._looked,
-            codec=self._repo.options.codec,
+            paths={self.name: (self.name,)},
+            shared=self.shared,
+            looked=self.looked,
+            codec=self.repo.options.codec,
         )
         self._parts.append(part)
         self._written = size
@@ -107,9 +101,8 @@ class FileWriter(io.RawIOBase):
             if self._held or not self._parts:
                 self._flush_part()
             whole = (self._written,)
-            of_all = [replace(part.shards[0], shape=whole) for part in self._parts]
-            pairs = zip(self._parts, of_all, strict=True)
-            self._done([replace(part, shards=(shard,)) for part, shard in pairs])
+            shards = [replace(part.shards[0], shape=whole) for part in self._parts]
+            self.done([replace(p, shards=(s,)) for p, s in zip(self._parts, shards, strict=True)])
         finally:
             super().close()
 

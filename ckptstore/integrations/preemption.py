@@ -134,9 +134,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Record a signal; does not log, which is not safe in a handler."""
         first = self._signal is None
-        if first:
-            self._signal = number
-            self._since = self._environment.monotonic()
+        self.request(number)
         handler = self._before.get(number)
         if not self._chain or not callable(handler):
             return
@@ -291,7 +289,8 @@ class Preemption:
         if pending is not None:
             newest, failure = self._wait(lambda: pending)
         late = pending is not None and not pending.done  # a new save would have to wait for it
-        if state is not None and step is not None and not late and _older(newest, step):
+        newer = newest is None or newest.step != step
+        if state is not None and step is not None and newer and not late:
             last, failure = self._wait(lambda: run.save_async(state, step=step, **options))
             newest = last or newest
         if newest is None:
@@ -329,7 +328,3 @@ def _checked(signals: object) -> tuple[int, ...]:
 def _not_entered() -> InvalidInputError:
     msg = "this Preemption does not handle signals yet"
     return InvalidInputError(msg, hint="enter it first: with Preemption(...) as preemption")
-
-
-def _older(version: Version | None, step: int) -> bool:
-    return version is None or version.step != step

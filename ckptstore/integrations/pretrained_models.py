@@ -163,8 +163,6 @@ def empty_model(saved: SavedModel, *, device: str = "meta") -> torch.nn.Module:
     MissingDependencyError
         transformers is not installed.
     """
-    import torch
-
     config = saved.about.get("config")
     if config is None:
         raise InvalidInputError(f"{saved.ref!r} has no configuration of a model", hint=_GIVE_MODEL)

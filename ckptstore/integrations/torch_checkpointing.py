@@ -132,8 +132,8 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
             raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
         self._repo.check_writable()
         return FileWriter(
-            self._repo,
-            posixpath.basename(key),
+            repo=self._repo,
+            name=posixpath.basename(key),
             shared=shareable(self._repo, self._folders.head),
             looked=self._repo.catalog.number,
             done=lambda parts: self._commit(self._files, key, parts),

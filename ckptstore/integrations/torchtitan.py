@@ -191,12 +191,10 @@ def store_checkpoints(trainer: Any, run: Run) -> CkptStoreManager:  # a Trainer
     if not config.enable:
         msg = "checkpoint.enable is not set, so torchtitan would neither save nor load"
         raise InvalidInputError(msg, hint="--checkpoint.enable")
+    names = ("dataloader", "model_parts", "optimizers", "lr_schedulers")
     manager = CkptStoreManager(
         run,
-        dataloader=trainer.dataloader,
-        model_parts=trainer.model_parts,
-        optimizers=trainer.optimizers,
-        lr_schedulers=trainer.lr_schedulers,
+        **{name: getattr(trainer, name) for name in names},
         states=before.states,
         checkpoint_config=config,
         sd_adapter=before.sd_adapter,

@@ -225,8 +225,6 @@ class StoreTrainerMixin:
         if not self._watches:
             return
         if self._witness is None:
-            from ckptstore.resuming.witness import Witness
-
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
             objects = {"model": self.model, "optimizer": inner, "scheduler": self.lr_scheduler}
             self._witness = Witness(self._run, **objects)

@@ -21,6 +21,7 @@ from ckptstore.replicas.options import (
     ReplicaOptions,
     check_bound,
     check_meant,
+    inherited,
     open_place,
     open_target,
 )
@@ -155,14 +156,9 @@ class Replicas:
         given
             Options of the replica; the place that they are for is left out.
         """
-        own = self._repo.options
-        found: dict[str, Any] = {
-            "host_bytes": own.host_bytes,
-            "workers": own.workers,
-            "read_only": own.read_only,
-            "chunk_bytes": self._repo.superblock.chunk_bytes,
-        }
-        return {**found, **{key: value for key, value in given.items() if key != PLACE}}
+        found = {"read_only": self._repo.options.read_only, **inherited(self._repo), **given}
+        found.pop(PLACE, None)
+        return found
 
     def close(self, close: Callable[[Repo], None] = Repo.close) -> None:
         """Close what was opened here, each by `close`, even if that raises for one; idempotent."""

@@ -69,6 +69,16 @@ def open_place(url: str | os.PathLike[str], given: Mapping[str, Any]) -> Repo:
     )
 
 
+def inherited(repo: Repo) -> dict[str, Any]:
+    """Return the options that a store takes over from the one beside which it is opened."""
+    own = repo.options
+    return {
+        "host_bytes": own.host_bytes,
+        "workers": own.workers,
+        "chunk_bytes": repo.superblock.chunk_bytes,
+    }
+
+
 @contextmanager
 def open_target(
     source: Repo,
@@ -106,9 +116,7 @@ def open_target(
         with closing(open_backend(url, **sent)) as backend:
             check(backend)
     keyless = source.superblock.encryption is not None and encryption_key is None
-    own, chunk_bytes = source.options, source.superblock.chunk_bytes
-    new: Mapping[str, Any] = {"create": True, "chunk_bytes": chunk_bytes}
-    new = {**new, "host_bytes": own.host_bytes, "workers": own.workers}
+    new: Mapping[str, Any] = {"create": True, **inherited(source)}
     wanted = {
         **new,
         **storage_options,

@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ckptstore import errors, limits
@@ -34,31 +34,26 @@ from ckptstore.saver.thread_priority import step_back
 _log = logging.getLogger("ckptstore")
 
 
+@dataclass(eq=False, repr=False)
 class WriteBack:
     """Replicates new versions of some runs to one replica; made by :meth:`Store.write_back`.
 
     Any thread may use it. A forked child has none of it: it begins its own.
     """
 
-    def __init__(
-        self,
-        repo: Repo,
-        events: Events,
-        replica: ReplicaInfo,
-        open_replica: Callable[[], Repo],
-        *,
-        bytes_per_s: float = 0.0,
-        close_timeout_s: float | None = None,
-    ) -> None:
-        self.replica = replica
-        """The replica that versions go to."""
-        self.close_timeout_s = close_timeout_s
-        """Seconds that closing the store waits; None for as long as it goes on."""
-        self._bytes_per_s = bytes_per_s
-        self._events = events
-        self._environment = repo.environment
-        self._here = beside(repo)
-        self._open_replica = open_replica
+    _repo: Repo
+    _events: Events
+    replica: ReplicaInfo
+    """The replica that versions go to."""
+    _open_replica: Callable[[], Repo]
+    _bytes_per_s: float = 0.0
+    close_timeout_s: float | None = None
+    """Seconds that closing the store waits; None for as long as it goes on."""
+
+    def __post_init__(self) -> None:
+        """Begin without versions to wait for."""
+        self._environment = self._repo.environment
+        self._here = beside(self._repo)
         self._there: Repo | None = None
         self._runs: set[str] | None = set()
         self._changed = threading.Condition()
@@ -410,8 +405,8 @@ class WriteBacks:
                 self._events,
                 info,
                 lambda: self._replicas.get(self._now_at(info)),
-                bytes_per_s=bytes_per_s,
-                close_timeout_s=close_timeout_s,
+                bytes_per_s,
+                close_timeout_s,
             )
             found = self._begun.setdefault(key, made)
             if found is made:

@@ -6,25 +6,35 @@ small files (configurations, tokenizer, model card) are in memory.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any, Final
 
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import Content
-from ckptstore.errors import InvalidInputError, InvalidRefError, NotFoundError, ObjectNotFoundError
+from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.checkpoint.selection import BESIDE
+from ckptstore.errors import (
+    InvalidInputError,
+    InvalidRefError,
+    LimitError,
+    NotFoundError,
+    ObjectNotFoundError,
+)
+from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
 from ckptstore.integrations.pretrained_files import CONFIGS, described, names_digest
 from ckptstore.integrations.safetensors_plan import FileTensor
 from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile
+from ckptstore.limits import PRETRAINED_BYTES_MAX
 from ckptstore.model import Version
 from ckptstore.objects.joining import Growing
 from ckptstore.repo import Repo
 from ckptstore.serving import serving_limits as limits
 from ckptstore.serving import weight_files
-from ckptstore.serving.kept_files import read_kept
-from ckptstore.serving.model_card import model_card
 from ckptstore.store import Store
 
 _MARKS: Final = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "0": ""}
@@ -242,3 +252,85 @@ def _inside(name: object) -> str:
     if not {"", ".", ".."}.isdisjoint(parts) or {"\0", "\\"} & set(str(name)):
         raise InvalidInputError(f"the version names a file outside of its folder: {name!r:.200}")
     return str(name)
+
+
+_LINEAGE = 10
+"""Ancestors that a card names."""
+
+
+def model_card(catalog: Catalog, version: Version, *, adapter: bool) -> bytes:
+    """Return ``README.md``: run, step, metrics, lineage and digest of a version."""
+    lines = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "tags:"]
+    lines += ["- ckptstore", "---", "", f"# {_safe(f'{version.run}@{version.step}')}"]
+    before = [one.label for one in islice(catalog.ancestors(version.id), 1, _LINEAGE + 1)]
+    facts: dict[str, object] = {
+        "run": version.run,
+        "step": version.step,
+        "version": version.id,
+        "content": version.content,
+        "saved": f"{version.created_at:%Y-%m-%d %H:%M:%S} UTC",
+        "tags": ", ".join(version.tags),
+        "kept": version.level,
+        **{f"metric {name}": f"{value:.9g}" for name, value in version.metrics.items()},
+        "continues": ", ".join(before),
+        "metadata": json.dumps(version.metadata, sort_keys=True) if version.metadata else "",
+    }
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {_safe(key)} | {_safe(value)} |" for key, value in facts.items() if value != ""]
+    return ("\n".join(lines) + "\n").encode("utf-8", "replace")
+
+
+def _safe(value: object) -> str:
+    """Return a text that is one cell of a table, whatever names hold."""
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", " ")
+
+
+def read_kept(content: Content, repo: Repo) -> Any:  # noqa: ANN401 - plain values
+    """Return what a version holds beside its weights; None if nothing.
+
+    Raises
+    ------
+    InvalidInputError
+        It is no plain value.
+    LimitError
+        It is too large.
+    CkptStoreError
+        As :func:`ckptstore.checkpoint.ranges.read_ranges`.
+    """
+    node = dict(_entries(content.node)).get(BESIDE)
+    if node is None:
+        return None
+    leaves = [leaf for leaf in content.leaves if leaf.path[:1] == (BESIDE,)]
+    records = content.manifest.tensors
+    sizes = {leaf.index: records[leaf.index].nbytes for leaf in leaves}
+    if sum(sizes.values()) > PRETRAINED_BYTES_MAX:
+        msg = f"the files of the version have more than {PRETRAINED_BYTES_MAX} bytes"
+        raise LimitError(msg, hint="ckptstore export writes its weights")
+    blobs = {index: memoryview(bytearray(size)) for index, size in sizes.items()}
+    ranges = [Range(index=i, start=0, nbytes=len(out), out=out) for i, out in blobs.items()]
+    read_ranges(content, ranges, backend=repo.load_backend, options=repo.options)
+    return _value(node, blobs)
+
+
+def _entries(node: Node) -> list[tuple[object, Node]]:
+    if not isinstance(node, list) or node[0] not in MAPS:
+        return []
+    return [(decode_key(key), value) for key, value in pairs(node)]
+
+
+def _value(node: Node, blobs: dict[int, memoryview]) -> Any:  # noqa: ANN401 - plain values
+    """Return the plain value of a node."""
+    if not isinstance(node, list):
+        return node
+    tag = node[0]
+    if tag in MAPS:
+        return {key: _value(value, blobs) for key, value in _entries(node)}
+    if tag in {"l", "t"}:
+        return [_value(value, blobs) for value in node[1:]]
+    if tag in {"u", "i"}:
+        return decode_key(node)
+    if tag == "B" and isinstance(node[1], int):
+        data = bytes(blobs[node[1]])
+        return data.decode("utf-8", "surrogatepass") if node[2] == "str" else data
+    msg = f"the version holds something at {BESIDE!r} that is no plain value: {tag!r}"
+    raise InvalidInputError(msg, hint="save what describe_model returns")

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
-__all__ = ["SideDoor", "pattern"]
+from ckptstore.backends.base import Backend
+
+__all__ = ["SideDoor", "calls_of", "pattern"]
 
 
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
     """Return bytes in which any shift or swap shows: a fixed sequence of period 251."""
     period = bytes((7 * i + 31 * seed) % 251 for i in range(251))
     return (period * (size_bytes // 251 + 1))[:size_bytes]
+
+
+def calls_of(backend: Backend, key: str) -> dict[str, Callable[[], object]]:
+    """Return a call of each method that takes a key, by its name."""
+
+    def write() -> None:
+        """Write an object in a stream."""
+        with backend.open_writer(key) as writer:
+            writer.write(b"x")
+            writer.commit()
+
+    return {
+        "put": lambda: backend.put(key, b"x"),
+        "put_if_absent": lambda: backend.put_if_absent(key, b"x"),
+        "open_writer": write,
+        "get": lambda: backend.get(key, bytes_max=9),
+        "read_into": lambda: backend.read_into(key, 0, [memoryview(bytearray(1))]),
+        "stat": lambda: backend.stat(key),
+        "delete": lambda: backend.delete(key),
+    }
 
 
 class SideDoor:

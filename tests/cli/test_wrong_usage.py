@@ -11,14 +11,14 @@ import pytest
 
 from ckptstore.backends.registry import open_backend
 from ckptstore.replicas.options import open_target
-from ckptstore.repo import create_repo
+from ckptstore.repo import open_repo
 from ckptstore.store import Store, mend_superblock, open_store, rotate_key
 from ckptstore.store.opening import open_target_of
 from tests.cli.conftest import Cli
 
 TAKING: tuple[Callable[..., Any], ...] = (
     open_store,
-    create_repo,
+    open_repo,
     open_backend,
     open_target,
     open_target_of,

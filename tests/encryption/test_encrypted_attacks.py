@@ -31,7 +31,7 @@ from ckptstore.format.encryption import decode_key_record, encode_key_record
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES
 from ckptstore.format.superblock import decode_superblock, encode_superblock
-from ckptstore.repo import create_repo
+from ckptstore.repo import open_repo
 
 SEGMENT = 4096
 STEP = SEGMENT + TAG_BYTES
@@ -353,7 +353,7 @@ def test_an_empty_key_is_not_none(empty: str | bytes, place: Path, tmp_path: Pat
     with pytest.raises(EncryptionKeyError):
         ckptstore.open(tmp_path / "new", create=True, encryption_key=empty)
     with pytest.raises(EncryptionKeyError):
-        create_repo(str(tmp_path / "new"), key=empty)
+        open_repo(str(tmp_path / "new"), create=True, key=empty)
     assert not any(tmp_path.glob("new/*"))
     with ckptstore.open(tmp_path / "plain", create=True) as store:
         with pytest.raises(EncryptionKeyError):

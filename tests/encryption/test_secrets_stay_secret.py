@@ -26,7 +26,7 @@ from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.encryption import decode_key_record, encode_key_record
 from ckptstore.keyring import open_keys
-from ckptstore.repo import create_repo
+from ckptstore.repo import open_repo
 from ckptstore.store import Store
 
 KEY = bytes(range(33, 65))
@@ -225,7 +225,7 @@ def test_keys_show_in_no_local_variable(tmp_path: Path, given: str) -> None:
     (place / "store.json").unlink()
     seen.of(lambda: ckptstore.mend_superblock(place, encryption_key=two))
     (place / "store.json").write_bytes(superblock)
-    seen.of(lambda: create_repo(str(place), key=two))
+    seen.of(lambda: open_repo(str(place), create=True, key=two))
     (record,) = (place / "keys").iterdir()
     lie = decode_key_record(record.read_bytes(), where="here")
     lie = msgspec.structs.replace(lie, seal="00" * 32)

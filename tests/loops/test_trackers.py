@@ -17,9 +17,8 @@ from buckets import S3Bucket
 
 from ckptstore.cli.main import run as command
 from ckptstore.errors import InvalidInputError, StorageError
-from ckptstore.integrations import tracker_runs, trackers
-from ckptstore.integrations.tracker_runs import TrackerRun
-from ckptstore.integrations.trackers import Tracking, log_version, parse_link, track
+from ckptstore.integrations import trackers
+from ckptstore.integrations.trackers import TrackerRun, Tracking, log_version, parse_link, track
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -235,6 +234,6 @@ def test_an_error_of_the_tracker_is_a_typed_one(store: Store) -> None:
     target = Fake(fails).target
     patched = {"builtins": lambda _: target}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracker_runs, "_TARGETS", patched)
+        patch.setattr(trackers, "_TARGETS", patched)
         with pytest.raises(StorageError, match=r"gpt@1 .* was not logged in fake: RuntimeError"):
             log_version(run, 1, object())

@@ -15,8 +15,7 @@ from fsspec.dircache import DirCache
 from fsspec.implementations.ftp import FTPFileSystem
 
 from ckptstore.backends.fsspec_backend import FsspecBackend, Lender
-from ckptstore.backends.fsspec_ftp import Ftp
-from ckptstore.backends.fsspec_servers import Sftp, Smb, SshFs, WebDav
+from ckptstore.backends.fsspec_servers import Ftp, Sftp, Smb, SshFs, WebDav
 from ckptstore.backends.fsspec_systems import FileServer
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.errors import ObjectExistsError, ObjectNotFoundError, TransientStorageError

@@ -24,8 +24,7 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.fsspec_errors import is_answer, number_of, translate
-from ckptstore.backends.fsspec_ftp import Ftp
-from ckptstore.backends.fsspec_servers import Smb, WebDav, system_of
+from ckptstore.backends.fsspec_servers import Ftp, Smb, WebDav, system_of
 from ckptstore.backends.fsspec_systems import System
 from ckptstore.config import SystemEnvironment
 from ckptstore.errors import (

@@ -15,7 +15,7 @@ from metered import MeteredBackend
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends.azure_cold import AzureColdStorage
+from ckptstore.backends.azure import AzureColdStorage
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend

@@ -40,7 +40,7 @@ from ckptstore.errors import (
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
-from ckptstore.repo import Finding, create_on, create_repo, open_on, open_repo
+from ckptstore.repo import Finding, create_on, open_on, open_repo
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Saving = Callable[..., Build]
@@ -84,7 +84,7 @@ def test_create_then_open(memory: MemoryBackend, environment: SimulatedEnvironme
 def test_create_by_url_runs_the_real_probe_and_leaves_nothing_else(tmp_path: Path) -> None:
     """On a real file system: probed, created, one object, and open to commits, with a reserve."""
     url = str(tmp_path / "store")
-    with create_repo(url) as repo:
+    with open_repo(url, create=True, exist_ok=False) as repo:
         assert repo.superblock.put_if_absent == "atomic"
         repo.check_writable()
     left = sorted(str(p.relative_to(url)) for p in Path(url).rglob("*") if p.is_file())

@@ -97,11 +97,13 @@ class CkptStoreWriter(StorageWriter):
         self._step = step
         self._asked: int | None = None
         self._saved_step = step
-        self._metrics = dict(metrics or {})
-        self._tags = tuple(tags)
         self._metadata = dict(metadata or {})
+        self._wishes: dict[str, Any] = {
+            "metrics": dict(metrics or {}),
+            "tags": tuple(tags),
+            "codec": check_choice(codec or self._repo.options.codec),
+        }
         self._roles = dict(roles or {})
-        self._codec = check_choice(codec or self._repo.options.codec)
         self._adapters = tuple(adapters)
         self._share = share
         self._progress = progress
@@ -115,12 +117,10 @@ class CkptStoreWriter(StorageWriter):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle for another process (``AsyncCheckpointerType.PROCESS``), which opens the store."""
         words = {
+            **self._wishes,
             "step": self._step,
-            "metrics": self._metrics,
-            "tags": self._tags,
             "metadata": self._session.metadata(self._run.name, self._metadata),
             "roles": self._roles,
-            "codec": self._codec,
             "adapters": self._adapters,
             "share": self._share,
         }
@@ -187,10 +187,8 @@ class CkptStoreWriter(StorageWriter):
             run=self._run.name,
             step=self._saved_step,
             directions=self._run._directions,
-            metrics=self._metrics,
-            tags=self._tags,
             metadata=self._session.metadata(self._run.name, self._metadata),
-            codec=self._codec,
+            **self._wishes,
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -239,7 +237,7 @@ class CkptStoreWriter(StorageWriter):
             paths=_paths(plan.planner_data, [item.index.fqn for item in plan.items]),
             shared=self._shared(catalog),
             looked=catalog.number,
-            codec=self._codec,
+            codec=self._wishes["codec"],
             adapters=self._adapters,
             progress=self._progress,
         )

@@ -18,7 +18,7 @@ from ckptstore.checkpoint.encoding_trial import look, measure, recipe_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.second_moments import is_second_moment, loses_small
+from ckptstore.encodings.encoding_rules import is_second_moment, loses_small
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
