@@ -308,8 +308,8 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
-    opening: Any = {"options": options, "environment": environment}
-    opening["key"] = None if key is None else read_key(key)
+    key = None if key is None else read_key(key)  # no variable keeps what was given
+    opening: Any = {"options": options, "environment": environment, "key": key}
     with _backend_at(url, environment, storage_options) as backend:
         if create:
             return create_on(backend, chunk_bytes=chunk_bytes, exist_ok=exist_ok, **opening)

@@ -161,7 +161,8 @@ def source_of(
 def coded_sources(record: TensorRecord, elements: Elements, form: Form) -> list[CodedSource]:
     """Return what a form stores of a tensor: codes, and scales if it has any."""
     count = math.prod(record.shape)
-    codes = replace(record, dtype=form.dtype, nbytes=count * form.item_bytes, blocks=None)
+    nbytes = count * form.item_bytes
+    codes = replace(record, dtype=form.dtype, nbytes=nbytes, blocks=None, recipe=None)
     found = [CodedSource(codes, source_of(codes, ComputedPayload(partial(_codes, elements, form))))]
     if form.block:
         blocks = -(-count // form.block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,13 @@ def test_each_byte_is_read_once(store: Store) -> None:
         seen.append(len(data))
         return real(data)
 
+    def counted_parts(parts: Iterable[memoryview]) -> bytes:
+        return counted(memoryview(b"".join(parts)))
+
     with (
         _no_casts(),
         patch.object(derived_check, "blake3_digest", counted),
+        patch.object(derived_check, "blake3_of", counted_parts),
         patch.object(piece_writer, "blake3_digest", counted),
     ):
         _save(store, state, 1)
