@@ -343,7 +343,7 @@ def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
     fits = plain and target.is_cpu and target.dtype == dtype and not target.is_conj()
     if fits and not target.is_neg() and not _overlaps_itself(target):
         return target
-    return torch.empty(tuple(item.lengths), dtype=dtype)
+    return torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
 
 
 def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
