@@ -46,7 +46,8 @@ def fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
     for patterns in _wrappers(list(map(path_text, paths)), names):
         moved = [*map(Renames(patterns).text, paths)]
         for old, new in _candidates(moved, names[:: len(names) // _NAMES_MAX + 1]):
-            rename = {**({old: new} if old != new else {}), **patterns}
+            rename: dict[Pattern, Pattern] = {old: new} if old != new else {}
+            rename.update(patterns)
             count = len({*map(Renames(rename).text, paths)}.intersection(names))
             if count > fits:
                 best, fits = f"{rename=}", count

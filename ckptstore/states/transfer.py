@@ -216,7 +216,7 @@ class _Transfer:
         """
         for name, value in _targets(target, ""):
             if isinstance(value, torch.Tensor):
-                self._tensors[name] = value.detach()
+                self._tensors[name] = value if is_lazy(value) else value.detach()
                 continue
             asker = ModuleTarget(name, value)
             self._tensors |= {name: asker.own[name].detach() for name in asker.filled}
@@ -244,7 +244,7 @@ class _Transfer:
             why=why,
             version_shape=shape,
             version_dtype=dtype,
-            target_shape=tuple(target.shape),
+            target_shape=() if is_lazy(target) else tuple(target.shape),
             target_dtype=_dtype(target),
             shared_with=other,
         )
@@ -445,9 +445,9 @@ class _Transfer:
         start = asker.start
         if not asker.plain:
             about = {
-                k.removeprefix(start): v
-                for k, v in self._metadata.items()
-                if f"{k}.".startswith(start)
+                f"{module}.".removeprefix(start)[:-1]: values
+                for module, values in self._metadata.items()
+                if f"{module}.".startswith(start)
             }
             mine = [name for name in self._missing if name.startswith(start)]
             missing, unexpected, errors = asker.load(
@@ -519,7 +519,7 @@ def _dtype(target: torch.Tensor) -> str:
 
 def _memory(target: torch.Tensor) -> object:
     """Return a key that is equal for tensors over the same memory."""
-    if target.is_meta or target.layout != torch.strided or not target.numel():
+    if is_lazy(target) or target.is_meta or target.layout != torch.strided or not target.numel():
         return id(target)
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
 

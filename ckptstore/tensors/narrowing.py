@@ -55,6 +55,7 @@ def _compared(given: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, to
     same = (back == exact) | (exact.isnan() & back.isnan())
     limits = torch.finfo(made.dtype)
     near = (back - exact).abs() <= exact.abs() * limits.eps + limits.tiny
+    near &= exact.isfinite()
     if integers:  # some have more bits than a double
         same &= back.to(given.dtype) == given
     return same, near
