@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckptstore.format.paths import Path, Pattern, path_text
-from ckptstore.format.skeleton import (
-    MAPS,
-    SEQUENCES,
-    Node,
-    decode_key,
-    encode_key,
-    iter_leaves,
-    pairs,
-)
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, encode_key, pairs
 
 _WILD = frozenset("*?[")
 _FEW = 64
@@ -40,9 +32,7 @@ class NameIndex:
             return None
         if not self._texts:
             named = [
-                (path_text(inside), path)
-                for path, node in values_of(self._node, (), lambda _: False)
-                for inside in (path, *_inside(path, node))
+                (path_text(path), path) for path, _ in values_of(self._node, (), lambda _: False)
             ]
             named.sort(key=lambda one: one[0])
             self._texts, self._paths = [text for text, _ in named], [path for _, path in named]
@@ -69,12 +59,6 @@ def values_of(node: Node, path: Path, whole: Callable[[Path], bool]) -> Iterator
     else:
         for at, item in enumerate(node[start:]):
             yield from values_of(item, (*path, at), whole)
-
-
-def _inside(path: Path, node: Node) -> list[Path]:
-    """Return the paths of the tensors in an object, which is taken whole with any of them."""
-    is_object = isinstance(node, list) and node[0] == "x"
-    return [path + leaf.path for leaf in iter_leaves(node)] if is_object else []
 
 
 def _taken(node: Node, paths: Sequence[Path]) -> Node:

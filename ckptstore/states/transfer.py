@@ -33,7 +33,7 @@ from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_
 from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
-from ckptstore.tensors.restore import Restorer, count_changes, kind_of, unfillable
+from ckptstore.tensors.restore import Restorer, kind_of, unfillable
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 _log = logging.getLogger("ckptstore")
@@ -250,7 +250,7 @@ class _Transfer:
         )
 
     def _plan_jobs(self) -> None:
-        jobs: dict[object, _Job] = {}
+        jobs: dict[tuple[object, str], _Job] = {}
         for name in filter(self._sources.__contains__, self._tensors):
             leaf, target = self._sources[name], self._tensors[name]
             record = self._records[leaf.index]
@@ -259,14 +259,15 @@ class _Transfer:
                 self._refuse(name, target, why)
                 continue
             job = _Job(Fill(name, target, leaf, record), (dtype, _dtype(target)), [])
-            jobs.setdefault((_memory(target), repr(leaf.node)), job).names.append(name)
+            source = repr(leaf.node) if leaf.kind == "view" else str(leaf.index)
+            jobs.setdefault((_memory(target), source), job).names.append(name)
         gone = {other: one for one, other in clashes(job.fill for job in jobs.values())}
         for job in jobs.values():
             if job.fill in gone:
                 for name in job.names:
                     self._refuse(name, job.fill.target, "shared", gone[job.fill].name)
         self._jobs = [job for job in jobs.values() if job.fill not in gone]
-        filled = {_memory(job.fill.target): job for job in self._jobs}
+        filled = {memory: job for (memory, _), job in jobs.items() if job.fill not in gone}
         for name, target in self._tensors.items():
             if name not in self._sources:
                 tied = filled.get(_memory(target))
@@ -315,9 +316,10 @@ class _Transfer:
         """Return the values that modules load by themselves."""
         return [n for one in self._askers for part in one.parts.values() for n in part.values()]
 
-    def _nbytes(self, nodes: Iterable[Node]) -> int:
-        indices = {leaf.index for node in nodes for leaf in iter_leaves(node)}
-        return sum(self._records[index].nbytes for index in indices)
+    def _nbytes(self, nodes: Iterable[Node], indices: Iterable[int] = ()) -> int:
+        """Return the bytes of records, and of those below some nodes."""
+        used = {*indices, *(leaf.index for node in nodes for leaf in iter_leaves(node))}
+        return sum(self._records[index].nbytes for index in used)
 
     def check_fit(self, report: TransferReport, changed: Sequence[str] = ()) -> None:
         """Refuse a transfer that loads nothing, or with `strict` not all; else warn.
@@ -358,7 +360,7 @@ class _Transfer:
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
             mismatched=tuple(self._mismatched.values()),
-            read_bytes=self._nbytes([*(job.fill.leaf.node for job in self._jobs), *self._nodes()]),
+            read_bytes=self._nbytes(self._nodes(), (job.fill.leaf.index for job in self._jobs)),
         )
 
     def run(self) -> None:
@@ -373,7 +375,6 @@ class _Transfer:
                 self._request.progress(Progress(stage="read", done=done, total=total))
             if cast and self._request.strict and self._mismatched:
                 self.check_fit(self.report(), changed=[*self._loaded])
-        count_changes(job.fill.target for job in self._jobs)
         values = self._values()
         for asker in self._askers:
             self._ask(asker, values)
@@ -410,7 +411,7 @@ class _Transfer:
         return not lost
 
     def _read(self, nodes: Sequence[Node], into: object = None) -> list[Any]:
-        restorer = Restorer(["l", *nodes], self._records, into=into or None)
+        restorer = Restorer(["l", *nodes], self._records, into=into or None, checked=True)
         read_records(self._repo, self._content, restorer, restorer.needed)
         read_parts(self._repo, self._content, restorer)
         values: list[Any] = restorer.build()

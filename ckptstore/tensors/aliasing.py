@@ -288,7 +288,7 @@ def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
     for i in range(count):
         for j in range(i + 1, count):
             apart = group_of[i] != group_of[j]
-            if apart and cluster[j].start < cluster[i].stop and _share(masks[i], masks[j]):
+            if apart and cluster[j].start < cluster[i].stop and share(masks[i], masks[j]):
                 old, new = group_of[j], group_of[i]
                 group_of = [new if group == old else group for group in group_of]
     groups: dict[int, list[_Place]] = {}
@@ -309,7 +309,8 @@ def _as_array(place: _Place) -> np.ndarray[Any, Any]:
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
-def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+def share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Return whether two arrays have a byte in common; also where that is too hard to tell."""
     try:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

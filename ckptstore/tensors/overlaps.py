@@ -15,10 +15,8 @@ import torch
 from ckptstore.format.dtypes import ITEM_BYTES, strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton import Leaf
+from ckptstore.tensors.aliasing import share
 from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
-
-_WORK_MAX: Any = 100_000
-"""Steps that NumPy may take to compare two strided tensors; beyond, they count as overlapping."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,11 +99,7 @@ def _overlapping(fills: Iterable[Fill]) -> Iterator[tuple[Fill, Fill]]:
     for (device, start), _, one in spans:
         near = [it for it in near if it[0] > (device, start)]
         for _, other in near:
-            try:
-                shared = np.shares_memory(np.asarray(one), np.asarray(other), max_work=_WORK_MAX)
-            except np.exceptions.TooHardError:
-                shared = True
-            if shared:
+            if share(np.asarray(one), np.asarray(other)):
                 yield other, one
         stop = start + extent_of(one.target) * one.target.element_size()
         near.append(((device, stop), one))
@@ -113,9 +107,11 @@ def _overlapping(fills: Iterable[Fill]) -> Iterator[tuple[Fill, Fill]]:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether two elements of a tensor may lie in the same memory."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:
-            return not tensor.is_contiguous()
+            return True
         reach += step * max(size - 1, 0)
     return False

@@ -63,6 +63,8 @@ class Restorer:
         lacks are new. Their contents are undefined until the load is done.
     leaves
         The leaves of the skeleton, if known.
+    checked
+        The tensors of `into` are known to fit, and to share no memory.
 
     Raises
     ------
@@ -86,6 +88,7 @@ class Restorer:
         map_location: MapLocation = None,
         into: object = None,
         leaves: Sequence[Leaf] | None = None,
+        checked: bool = False,
     ) -> None:
         self._skeleton = skeleton
         self._records = records
@@ -112,7 +115,7 @@ class Restorer:
         self._targets: dict[Path, torch.Tensor] = {}
         self._direct: dict[int, torch.Tensor] = {}
         if into is not None:
-            self._plan_into(into)
+            self._plan_into(into, checked=checked)
         self._finished: dict[int, Destination] = {}
         self._memory: dict[int, tuple[Part, torch.Tensor]] = {}
 
@@ -163,7 +166,7 @@ class Restorer:
             devices.setdefault(leaf.index, known[saved])
         return devices
 
-    def _plan_into(self, into: object) -> None:
+    def _plan_into(self, into: object, *, checked: bool) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
         viewed = {leaf.index for leaf in self._leaves if view_node(leaf)}
         for path, target in _tensors_of(into, (), 0):
@@ -181,15 +184,20 @@ class Restorer:
                     else "leave it out of into; Store.load_into fills what fits and lists the rest",
                 )
             record = self._records[leaf.index]
-            _check_target(leaf, record, target)
+            if not checked:
+                _check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
             if direct and _decodable(record, target):
                 self._direct[leaf.index] = target
-        fills = [
-            Fill(path_text(path), target, by_path[path], self._records[by_path[path].index])
-            for path, target in self._targets.items()
-        ]
+        fills = (
+            []
+            if checked
+            else [
+                Fill(path_text(path), target, by_path[path], self._records[by_path[path].index])
+                for path, target in self._targets.items()
+            ]
+        )
         for one, other in clashes(fills):
             msg = f"{one.name!r} and {other.name!r} share memory in into, but not in the version"
             raise InvalidInputError(msg, hint="leave one of them out of into")
