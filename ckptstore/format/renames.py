@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.paths import Key, Path, Pattern, path_text
-from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, encode_key, pairs
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
+
+_INT64_MAX = (1 << 63) - 1
 
 
 class Renames:
@@ -312,3 +314,26 @@ def _built(part: _Map | _Item, path: Path, kinds: Mapping[Path, list[Node]]) -> 
     for key, below in part.entries.items():
         body += [encode_key(key), _built(below, (*path, key), kinds)]
     return [*kinds.get(path, ["d"]), *body]
+
+
+def encode_key(key: Key) -> Node:
+    """Return the node that stands for a dict key.
+
+    Raises
+    ------
+    InvalidInputError
+        It is not a key that a skeleton can hold.
+    """
+    if key is None or isinstance(key, bool | float | bytes):
+        return key
+    if isinstance(key, int):
+        return key if -_INT64_MAX - 1 <= key <= _INT64_MAX else ["i", str(key)]
+    if isinstance(key, tuple):
+        return ["t", *(encode_key(part) for part in key)]
+    if isinstance(key, str):
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            return ["u", key.encode("utf-8", "surrogatepass")]
+        return key
+    raise InvalidInputError(f"{key!r} cannot be a key of a state")

@@ -60,7 +60,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError, InvalidInputError, LimitError
+from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.paths import Key, Path
 
 Node: TypeAlias = "bool | int | float | str | bytes | list[Node] | None"
@@ -69,8 +69,6 @@ REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 BUFFER: Final = 4
 BUFFER_TRANSIENT: Final = 8
-
-_INT64_MAX: Final = (1 << 63) - 1
 
 # Where the key-value pairs, or the items, of a container begin.
 MAPS: Final = {"d": 1, "o": 2, "dd": 2, "ct": 1}
@@ -161,29 +159,6 @@ def decode_key(node: Node) -> Key:
     if tag != "u" or not isinstance(text, bytes):
         raise CorruptObjectError(f"{tag!r} is not the tag of a dict key")
     return text.decode("utf-8", "surrogatepass")
-
-
-def encode_key(key: Key) -> Node:
-    """Return the node that stands for a dict key.
-
-    Raises
-    ------
-    InvalidInputError
-        It is not a key that a skeleton can hold.
-    """
-    if key is None or isinstance(key, bool | float | bytes):
-        return key
-    if isinstance(key, int):
-        return key if -_INT64_MAX - 1 <= key <= _INT64_MAX else ["i", str(key)]
-    if isinstance(key, tuple):
-        return ["t", *(encode_key(part) for part in key)]
-    if isinstance(key, str):
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            return ["u", key.encode("utf-8", "surrogatepass")]
-        return key
-    raise InvalidInputError(f"{key!r} cannot be a key of a state")
 
 
 def pairs(node: Sequence[Node]) -> Iterator[tuple[Node, Node]]:

@@ -22,7 +22,6 @@ from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
-from ckptstore.format.name_index import NameIndex
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.model import Version
@@ -170,10 +169,6 @@ class LazyVersion(Shown):
             found[text] = None if text in found else path
         return found
 
-    @functools.cached_property
-    def _names(self) -> NameIndex:
-        return NameIndex(self._content.node)
-
     def _all(self, error: errors.CkptStoreError) -> LazyVersion:
         """Return the whole of a version that is kept here only in part."""
         assert self._whole is not None  # noqa: S101  # for the type checker: the callers looked
@@ -214,10 +209,7 @@ class LazyVersion(Shown):
         )
         with naming_change(self._repo, self.info), cold:
             try:
-                part = None
-                if request.include is not None and request.exclude is None:
-                    part = self._names.pruned(request.include)
-                return load_state(self._repo, self._content, request, part)
+                return load_state(self._repo, self._content, request)
             except errors.TensorNotFoundError as error:  # raised before anything is read
                 if self._whole is None:
                     raise

@@ -8,7 +8,7 @@ its hooks, extra state and metadata, one such part of the target after the other
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from ckptstore.errors import StateError
 from ckptstore.format.paths import Path
 from ckptstore.format.renames import Renames
-from ckptstore.format.skeleton import MAPS, Node, decode_key, iter_leaves, pairs
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
 from ckptstore.states.lazy import LazyTensor
 from ckptstore.tensors.build_state import Builder
 
@@ -41,13 +41,13 @@ def _method(module: torch.nn.Module, name: str) -> object:
     return getattr(getattr(module, name), "__func__", None)
 
 
-def _copies(module: torch.nn.Module) -> bool:
+def _copies(module: torch.nn.Module, own: Iterable[torch.Tensor]) -> bool:
     """Return whether a module loads its own tensors by copying values to them."""
     return (
         _method(module, "_load_from_state_dict") in _COPYING
         and not module._load_state_dict_pre_hooks
         and not isinstance(module, torch.jit.ScriptModule)
-        and not any(is_lazy(one) or not is_plain(one) for _, one in _own(module))
+        and not any(is_lazy(one) or not is_plain(one) for one in own)
     )
 
 
@@ -77,23 +77,20 @@ class ModuleTarget:
         self.parts: dict[str, dict[str, Node]] = {}
         """What it loads by itself: the prefix of a module, or the name of an extra state, in the
         order of ``load_state_dict``; and the values of each that the version has."""
-        self._hooked = self.converts = False
+        self._hooked = False
         asked = _method(module, "load_state_dict") is not _Module.load_state_dict
         if asked:
             self.parts[""] = {}
         self._visit(module, "", asked=asked)
 
     def _visit(self, module: torch.nn.Module, prefix: str, *, asked: bool) -> None:
-        self.converts |= _method(module, "state_dict") is not _Module.state_dict or any(
-            not str(getattr(hook, "__module__", "torch")).startswith("torch.")
-            for hook in module._state_dict_hooks.values()
-        )
-        if not asked and not _copies(module):
+        own = {f"{self.start}{prefix}{name}": one for name, one in _own(module)}
+        self.own |= own
+        if not asked and not _copies(module, own.values()):
             asked = True
             self.parts[prefix] = {}
-        self.own.update({f"{self.start}{prefix}{name}": one for name, one in _own(module)})
         if not asked:
-            self.filled += [f"{self.start}{prefix}{name}" for name, _ in _own(module)]
+            self.filled += own
             if type(module).set_extra_state is not _Module.set_extra_state:
                 self.parts[prefix + EXTRA] = {}
             self._hooked |= bool(module._load_state_dict_post_hooks)
@@ -169,17 +166,19 @@ class ModuleTarget:
             raise StateError(msg, hint="parameters of the target may have changed") from error
         return [*getattr(told, "missing_keys", ())], [*getattr(told, "unexpected_keys", ())], []
 
-    def converted(self) -> list[str]:
-        """Return names of the target that its ``state_dict()`` gives other values than it has."""
-        state = self.module.state_dict()
-        found = []
-        for name, one in self.own.items():
-            given = state.get(name.removeprefix(self.start))
-            if isinstance(given, torch.Tensor) and not is_lazy(one) and is_plain(one):
-                same = given.shape == one.shape and given.to(one.device) == one.to(given.dtype)
-                if not torch.all(torch.as_tensor(same) | (given != given)):
-                    found.append(name)
-        return found
+
+def values_of(node: Node, path: Path, whole: Callable[[Path], bool]) -> Iterator[tuple[Path, Node]]:
+    """Yield path and node of what is no container, of empty ones, and of `whole` ones."""
+    tag = str(node[0]) if isinstance(node, list) else ""
+    start = {**MAPS, **SEQUENCES}.get(tag, 0)
+    if not isinstance(node, list) or not start or len(node) == start or whole(path):
+        yield path, node
+    elif tag in MAPS:
+        for key, value in pairs(node):
+            yield from values_of(value, (*path, decode_key(key)), whole)
+    else:
+        for at, item in enumerate(node[start:]):
+            yield from values_of(item, (*path, at), whole)
 
 
 def metadata_of(node: Node, path: Path, renames: Renames) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from ckptstore.checkpoint.content import Content
 from ckptstore.chunking import in_batches
 from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.name_index import values_of
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
@@ -29,7 +28,7 @@ from ckptstore.repo import Repo
 from ckptstore.shown import Shown
 from ckptstore.states.lazy import LazyTensor
 from ckptstore.states.load import read_parts, read_records
-from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_part
+from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_part, values_of
 from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
@@ -69,8 +68,8 @@ class Mismatch:
     """In the version."""
     why: str
     """``shape``, ``dtype``, ``lossy`` (a cast would change values beyond rounding), ``shared`` (its
-    memory is filled under another name), ``state_dict`` (its module's state dict does not give
-    back what was loaded), or the unusual property of a tensor that cannot be filled."""
+    memory is filled under another name), ``load_state_dict`` (its module refused the value), or the
+    unusual property of a tensor that cannot be filled."""
     version_shape: tuple[int, ...]
     version_dtype: str
     target_shape: tuple[int, ...]
@@ -128,11 +127,10 @@ def _words(item: Mismatch) -> str:
     return f"{found} into {item.target_dtype}{list(item.target_shape)}{other}"
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job(Fill):
     """One leaf to read into one tensor."""
 
-    fill: Fill
     dtypes: tuple[str, str]
     """Of the leaf and of the tensor."""
     names: list[str]
@@ -141,7 +139,7 @@ class _Job:
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return self.fill.record.nbytes
+        return self.record.nbytes
 
 
 def transfer(
@@ -170,9 +168,10 @@ def transfer(
     """
     one = _Transfer(repo, version, content, request)
     one.plan(target)
-    planned = one.report(planned=True)
-    if not planned.loaded or (request.strict and not planned.complete):
-        one.check_fit(planned)
+    if request.strict or not one.fits:
+        planned = one.report(planned=True)
+        if not planned.complete:
+            one.check_fit(planned)
     one.run()
     report = one.report()
     if not report.complete:
@@ -221,7 +220,7 @@ class _Transfer:
             asker = ModuleTarget(name, value)
             self._tensors |= {name: asker.own[name].detach() for name in asker.filled}
             self._own |= {n: one for n, one in asker.own.items() if n not in self._tensors}
-            if not asker.plain or asker.converts:
+            if not asker.plain:
                 self._askers.append(asker)
         if not self._tensors and not any(asker.parts for asker in self._askers):
             msg = f"there is no tensor in the target, a {type(target).__name__}"
@@ -234,6 +233,11 @@ class _Transfer:
             for name, leaf in self._sources.items()
             if name not in self._tensors and leaf.path not in self._taken
         ]
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything is to be loaded."""
+        return bool(self._jobs or self._given)
 
     def _refuse(self, name: str, target: torch.Tensor, why: str, other: str = "") -> None:
         leaf = self._sources[name]
@@ -258,16 +262,15 @@ class _Transfer:
             if why := _refusal(leaf, dtype, shape, target, cast=self._request.cast):
                 self._refuse(name, target, why)
                 continue
-            job = _Job(Fill(name, target, leaf, record), (dtype, _dtype(target)), [])
+            job = _Job(name, target, leaf, record, (dtype, _dtype(target)), [])
             source = repr(leaf.node) if leaf.kind == "view" else str(leaf.index)
             jobs.setdefault((_memory(target), source), job).names.append(name)
-        gone = {other: one for one, other in clashes(job.fill for job in jobs.values())}
-        for job in jobs.values():
-            if job.fill in gone:
-                for name in job.names:
-                    self._refuse(name, job.fill.target, "shared", gone[job.fill].name)
-        self._jobs = [job for job in jobs.values() if job.fill not in gone]
-        filled = {memory: job for (memory, _), job in jobs.items() if job.fill not in gone}
+        gone = {other: one for one, other in clashes(jobs.values())}
+        for job, one in gone.items():
+            for name in job.names:
+                self._refuse(name, job.target, "shared", one.name)
+        filled = {memory: job for (memory, _), job in jobs.items() if job not in gone}
+        self._jobs = [*filled.values()]
         for name, target in self._tensors.items():
             if name not in self._sources:
                 tied = filled.get(_memory(target))
@@ -360,7 +363,7 @@ class _Transfer:
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
             mismatched=tuple(self._mismatched.values()),
-            read_bytes=self._nbytes(self._nodes(), (job.fill.leaf.index for job in self._jobs)),
+            read_bytes=self._nbytes(self._nodes(), (job.leaf.index for job in self._jobs)),
         )
 
     def run(self) -> None:
@@ -384,19 +387,19 @@ class _Transfer:
     def _fill(self, batch: Sequence[_Job]) -> None:
         """Read the leaves of a batch; those of the target's dtype straight into its memory."""
         exact = {
-            place: job.fill.target
+            place: job.target
             for place, job in enumerate(batch)
-            if job.fill.leaf.kind != "numpy" and job.dtypes[0] == job.dtypes[1]
+            if job.leaf.kind != "numpy" and job.dtypes[0] == job.dtypes[1]
         }
-        values = self._read([job.fill.leaf.node for job in batch], exact)
+        values = self._read([job.leaf.node for job in batch], exact)
         for place, job in enumerate(batch):
             if place not in exact:
                 value = _tensor(values[place])
-                if not self._keeps(job.fill.name, value, job.fill.target):
+                if not self._keeps(job.name, value, job.target):
                     self._missing += job.names[1:]
                     continue
                 with torch.no_grad():
-                    job.fill.target.copy_(value)
+                    job.target.copy_(value)
             self._loaded.update(dict.fromkeys(job.names, job.dtypes))
 
     def _keeps(self, name: str, value: torch.Tensor, target: torch.Tensor) -> bool:
@@ -444,34 +447,27 @@ class _Transfer:
     def _ask(self, asker: ModuleTarget, values: Iterator[dict[str, Any]]) -> None:
         """Have a module load what is not copied to it."""
         start = asker.start
-        if not asker.plain:
-            about = {
-                f"{module}.".removeprefix(start)[:-1]: values
-                for module, values in self._metadata.items()
-                if f"{module}.".startswith(start)
-            }
-            mine = [name for name in self._missing if name.startswith(start)]
-            missing, unexpected, errors = asker.load(
-                values, about, [name.removeprefix(start) for name in mine]
-            )
-            self._unexpected += [start + name for name in unexpected]
-            given = [name for name in self._given if name.startswith(start)]
-            for error in errors:
-                named = [name for name in given if f"{name.removeprefix(start)}" in error]
-                name = max(named, key=len, default="")
-                if name not in self._own or name not in self._sources:
-                    raise StateError(error, hint="parameters of the target may have changed")
-                self._refuse(
-                    name, self._own[name], "shape" if "size" in error else "load_state_dict"
-                )
-            lost = {*self._unexpected, *self._mismatched}
-            self._loaded.update({n: self._given[n] for n in given if n not in lost})
-            left = [start + n for n in missing if start + n not in self._mismatched]
-            self._missing = [n for n in self._missing if n not in {*mine}] + left
-        for name in asker.converted() if asker.converts else ():
-            if name in self._loaded and name in self._sources:
-                self._refuse(name, {**self._tensors, **self._own}[name], "state_dict")
-                del self._loaded[name]
+        about = {
+            f"{module}.".removeprefix(start)[:-1]: values
+            for module, values in self._metadata.items()
+            if f"{module}.".startswith(start)
+        }
+        mine = [name for name in self._missing if name.startswith(start)]
+        missing, unexpected, errors = asker.load(
+            values, about, [name.removeprefix(start) for name in mine]
+        )
+        self._unexpected += [start + name for name in unexpected]
+        given = [name for name in self._given if name.startswith(start)]
+        for error in errors:
+            named = [name for name in given if f"{name.removeprefix(start)}" in error]
+            name = max(named, key=len, default="")
+            if name not in self._own or name not in self._sources:
+                raise StateError(error, hint="parameters of the target may have changed")
+            self._refuse(name, self._own[name], "shape" if "size" in error else "load_state_dict")
+        lost = {*self._unexpected, *self._mismatched}
+        self._loaded.update({n: self._given[n] for n in given if n not in lost})
+        left = [start + n for n in missing if start + n not in self._mismatched]
+        self._missing = [n for n in self._missing if n not in {*mine}] + left
 
 
 def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:
@@ -549,9 +545,7 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
 
     Bytes read straight into the target count too, since a batch is also planned at once.
     """
-    ordered = sorted(jobs, key=lambda job: job.fill.leaf.index)
-    tensors = [
-        list(group) for _, group in itertools.groupby(ordered, lambda job: job.fill.leaf.index)
-    ]
+    ordered = sorted(jobs, key=lambda job: job.leaf.index)
+    tensors = [list(group) for _, group in itertools.groupby(ordered, lambda job: job.leaf.index)]
     for batch in in_batches(tensors, lambda group: group[0].nbytes, host_bytes):
         yield list(itertools.chain.from_iterable(batch))

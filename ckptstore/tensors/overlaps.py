@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from ckptstore.format.dtypes import ITEM_BYTES, strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton import Leaf
-from ckptstore.tensors.aliasing import share
+from ckptstore.tensors.aliasing import memory_array, share
 from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
 
 
@@ -27,21 +26,6 @@ class Fill:
     target: torch.Tensor
     leaf: Leaf
     record: TensorRecord
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """Describe the memory to NumPy, which does not read it."""
-        item = self.target.element_size()
-        strides = tuple([step * item for step in self.target.stride()])
-        data = (self.target.data_ptr(), False)
-        shape = tuple(self.target.shape)
-        return {
-            "version": 3,
-            "typestr": f"|V{item}",
-            "data": data,
-            "shape": shape,
-            "strides": strides,
-        }
 
     def _source(self) -> tuple[str, int, Sequence[int]]:
         """Return dtype, first byte and strides, in elements, of what it is filled from."""
@@ -72,14 +56,17 @@ class Fill:
         return alike and moved * ITEM_BYTES[given] == (start2 - start) * mine.element_size()
 
 
-def clashes(fills: Iterable[Fill]) -> list[tuple[Fill, Fill]]:
+AnyFill = TypeVar("AnyFill", bound=Fill)
+
+
+def clashes(fills: Iterable[AnyFill]) -> list[tuple[AnyFill, AnyFill]]:
     """Return pairs that overlap and would receive different values, the earlier one first.
 
     A tensor that is the later one of a pair is not the earlier one of another.
     """
     order = {fill: place for place, fill in enumerate(fills)}
     pairs = [sorted(pair, key=order.__getitem__) for pair in _overlapping(order)]
-    gone: set[Fill] = set()
+    gone: set[AnyFill] = set()
     found = []
     for one, other in sorted(pairs, key=lambda pair: order[pair[1]]):
         if not gone & {one, other} and not one.agrees(other):
@@ -88,9 +75,9 @@ def clashes(fills: Iterable[Fill]) -> list[tuple[Fill, Fill]]:
     return found
 
 
-def _overlapping(fills: Iterable[Fill]) -> Iterator[tuple[Fill, Fill]]:
+def _overlapping(fills: Iterable[AnyFill]) -> Iterator[tuple[AnyFill, AnyFill]]:
     """Yield pairs with a byte in common; also those where that is too hard to tell."""
-    near: list[tuple[tuple[str, int], Fill]] = []
+    near: list[tuple[tuple[str, int], AnyFill]] = []
     spans = sorted(
         ((str(one.target.device), one.target.data_ptr()), place, one)
         for place, one in enumerate(fills)
@@ -99,7 +86,7 @@ def _overlapping(fills: Iterable[Fill]) -> Iterator[tuple[Fill, Fill]]:
     for (device, start), _, one in spans:
         near = [it for it in near if it[0] > (device, start)]
         for _, other in near:
-            if share(np.asarray(one), np.asarray(other)):
+            if share(*(memory_array(it.target, it.target.data_ptr()) for it in (one, other))):
                 yield other, one
         stop = start + extent_of(one.target) * one.target.element_size()
         near.append(((device, stop), one))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.paths import Path, Pattern, path_text
-from ckptstore.format.renames import Renames, rename
-from ckptstore.format.skeleton import Node, decode_key, encode_key, iter_leaves
+from ckptstore.format.renames import Renames, encode_key, rename
+from ckptstore.format.skeleton import Node, decode_key, iter_leaves
 from ckptstore.format.skeleton_check import validate
 
 

@@ -1,4 +1,4 @@
-"""A part of a version costs a part: views without their base, and a few names of many."""
+"""A part of a version costs a part: views without their base, and a name of many."""
 
 from __future__ import annotations
 
@@ -46,15 +46,8 @@ VIEWS: dict[str, torch.Tensor] = {
 def meter(memory: MemoryBackend) -> MeteredBackend:
     """Return a metered store with tensors, and views of them."""
     with ckptstore.Store(create_on(memory, options=Options(codec="raw"))) as store:
-        state = {
-            "base": BASE,
-            "cube": CUBE,
-            "wide": WIDE,
-            "views": VIEWS,
-            "a": BASE[:9],
-            "b": BASE[5:12],
-        }
-        store.run("r").save(state, step=1)
+        bases = {"base": BASE, "cube": CUBE, "wide": WIDE}
+        store.run("r").save({**bases, "views": VIEWS, "a": BASE[:9], "b": BASE[5:12]}, step=1)
     return MeteredBackend(memory)
 
 
@@ -71,10 +64,7 @@ def test_a_view_alone_has_memory_of_its_own(meter: MeteredBackend, name: str, wa
             found = store.version("r")[path].load()
         elif way == "slice":
             lazy = store.version("r")[path]
-            assert (lazy.shape, lazy.nbytes) == (
-                tuple(view.shape),
-                view.numel() * view.element_size(),
-            )
+            assert (lazy.shape, lazy.nbytes) == (tuple(view.shape), view.nbytes)
             index: Any = slice(1, 3) if view.dim() and len(view) > 3 else ...
             found, view = lazy[index], view[index]
         else:
@@ -86,9 +76,8 @@ def test_a_view_alone_has_memory_of_its_own(meter: MeteredBackend, name: str, wa
             found = target["views"][name]
 
     assert torch.equal(found, view)
-    covered = view.numel() * view.element_size()
     gappy = name in {"strange", "windows"}
-    assert found.untyped_storage().nbytes() <= (BASE.nbytes // 10 if gappy else covered)
+    assert found.untyped_storage().nbytes() <= (BASE.nbytes // 10 if gappy else view.nbytes)
 
 
 def test_only_pieces_of_a_view_are_read(meter: MeteredBackend) -> None:
@@ -133,41 +122,15 @@ def test_work_by_name_costs_the_same_among_many_names(memory: MemoryBackend) -> 
     calls = []
     for count in (10, 5_000):
         flat = {f"layer{n}.w": one for n in range(count)}
-        store.run("r").save({"model": flat, "lists": [one] * 3, "lr": 0.1}, step=count)
+        store.run("r").save({"model": flat}, step=count)
         lazy = store.version(f"r@{count}")
         works = (
             lambda lazy=lazy: lazy["model.layer5.w"],
             lambda lazy=lazy: "model.layer5.w" in lazy,
             lambda lazy=lazy: "model.layer5" in lazy,
             lambda lazy=lazy: lazy["model.layer5.w"].load(),
-            lambda lazy=lazy: lazy.load(include=["model.layer5.w", "lists.1", "lr"]),
         )
         for work in works:
             work()
         calls.append([_calls(work) for work in works])
-    assert [abs(few - many) < 20 for few, many in zip(*calls, strict=True)] == [True] * 5
-
-
-@pytest.mark.parametrize(
-    "names", [["a"], ["a.b"], ["a.b.c"], ["d.1"], ["d"], ["s"], ["n"], ["e"], ["u.", "a"]]
-)
-def test_exact_names_take_what_patterns_take(memory: MemoryBackend, names: list[str]) -> None:
-    """Values below a name come along, however the dots divide it."""
-    store = ckptstore.Store(create_on(memory))
-    one = torch.ones(1)
-    state = {
-        "a": one,
-        "a.b": {"c": one, "d": 1},
-        "ab": one,
-        "n": 5,
-        "a.b.c": one,
-        "e": {},
-        "a-": 1,
-        "d": [one, {"x": one}, "text"],
-        "s": torch.eye(2).to_sparse(),
-        "u.": one,
-    }
-    store.run("r").save(state, step=1)
-    lazy = store.version("r")
-    patterns = [f"[{name[0]}]{name[1:]}" for name in names]
-    assert repr(lazy.load(include=names)) == repr(lazy.load(include=patterns))
+    assert [abs(few - many) < 20 for few, many in zip(*calls, strict=True)] == [True] * 4
