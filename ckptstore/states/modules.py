@@ -20,7 +20,6 @@ from ckptstore.errors import StateError
 from ckptstore.format.paths import Path
 from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
-from ckptstore.states.lazy import LazyTensor
 from ckptstore.tensors.build_state import Builder
 
 EXTRA: Final = "_extra_state"
@@ -196,25 +195,3 @@ def metadata_of(node: Node, path: Path, renames: Renames) -> dict[str, Any]:
     for key, value in pairs(node):
         found |= metadata_of(value, (*path, decode_key(key)), renames)
     return found
-
-
-# --- tensors that are divided among ranks ---------------------------------------------------------
-
-
-def is_divided(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor; does not import its module."""
-    return type(tensor).__name__ == "DTensor"
-
-
-def own_part(stored: LazyTensor, own: Any) -> torch.Tensor:  # noqa: ANN401 - of torch.distributed
-    """Return a DTensor like another one, with values of the store; reads this rank's part."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = own.device_mesh, own.placements
-    sizes, starts = compute_local_shape_and_global_offset(own.shape, mesh, placements)
-    box = tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
-    local = torch.as_tensor(stored[box], device=own.to_local().device)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
-    )

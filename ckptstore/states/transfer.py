@@ -26,9 +26,8 @@ from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
-from ckptstore.states.lazy import LazyTensor
 from ckptstore.states.load import read_parts, read_records
-from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_part, values_of
+from ckptstore.states.modules import ModuleTarget, metadata_of, values_of
 from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
@@ -136,11 +135,6 @@ class _Job(Fill):
     names: list[str]
     """In the target: of the tensor, and of others over the same memory."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return self.record.nbytes
-
 
 def transfer(
     repo: Repo, version: Version, content: Content, target: object, request: TransferRequest
@@ -167,8 +161,8 @@ def transfer(
         A tensor cannot be read. The target's contents are then undefined.
     """
     one = _Transfer(repo, version, content, request)
-    one.plan(target)
-    if request.strict or not one.fits:
+    fits = one.plan(target)
+    if request.strict or not fits:
         planned = one.report(planned=True)
         if not planned.complete:
             one.check_fit(planned)
@@ -205,8 +199,8 @@ class _Transfer:
         self._taken: set[Path] = set()
         """Leaves of the values that modules are given."""
 
-    def plan(self, target: object) -> None:
-        """Find what is read into what; nothing is read.
+    def plan(self, target: object) -> bool:
+        """Find what is read into what, and return whether anything is; nothing is read.
 
         Raises
         ------
@@ -233,10 +227,6 @@ class _Transfer:
             for name, leaf in self._sources.items()
             if name not in self._tensors and leaf.path not in self._taken
         ]
-
-    @property
-    def fits(self) -> bool:
-        """Whether anything is to be loaded."""
         return bool(self._jobs or self._given)
 
     def _refuse(self, name: str, target: torch.Tensor, why: str, other: str = "") -> None:
@@ -368,13 +358,13 @@ class _Transfer:
 
     def run(self) -> None:
         """Read and fill; casts first, since they may be refused."""
-        total = sum(job.nbytes for job in self._jobs) + self._nbytes(self._nodes())
+        total = sum(job.record.nbytes for job in self._jobs) + self._nbytes(self._nodes())
         done = 0
         for cast in (True, False):
             jobs = [job for job in self._jobs if (job.dtypes[0] != job.dtypes[1]) is cast]
             for batch in _batches(jobs, self._repo.options.host_bytes):
                 self._fill(batch)
-                done += sum(job.nbytes for job in batch)
+                done += sum(job.record.nbytes for job in batch)
                 self._request.progress(Progress(stage="read", done=done, total=total))
             if cast and self._request.strict and self._mismatched:
                 self.check_fit(self.report(), changed=[*self._loaded])
@@ -426,23 +416,17 @@ class _Transfer:
         for batch in in_batches(
             parts, lambda one: self._nbytes(one[1].values()), self._repo.options.host_bytes
         ):
-            named = [(s + name, node) for s, part in batch for name, node in part.items()]
-            divided = {name for name, _ in named if is_divided(self._own.get(name))}
-            whole = [(name, node) for name, node in named if name not in divided]
-            read = self._read([node for _, node in whole])
-            found = {name: _tensor(value) for (name, _), value in zip(whole, read, strict=True)}
+            read = iter(self._read([node for _, part in batch for node in part.values()]))
             for start, part in batch:
-                yield {n: v for n in part for v in self._passed(start + n, found)}
+                given = {name: _tensor(next(read)) for name in part}
+                yield {n: value for n, value in given.items() if self._passes(start + n, value)}
 
-    def _passed(self, name: str, values: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the value that a module is given for a name, unless a cast would lose it."""
-        own, leaf = self._own.get(name), self._sources.get(name)
-        if own is not None and leaf is not None and is_divided(own):
-            yield own_part(LazyTensor(self._repo, self._content, leaf), own)
-        else:
-            value = values[name]
-            if own is None or leaf is None or is_lazy(own) or self._keeps(name, value, own):
-                yield value
+    def _passes(self, name: str, value: Any) -> bool:  # noqa: ANN401 - any value
+        """Return whether a module is given a value: unless a cast would lose some of it."""
+        own = self._own.get(name)
+        if own is None or name not in self._sources or is_lazy(own):
+            return True
+        return self._keeps(name, value, own)
 
     def _ask(self, asker: ModuleTarget, values: Iterator[dict[str, Any]]) -> None:
         """Have a module load what is not copied to it."""
@@ -547,5 +531,5 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
     """
     ordered = sorted(jobs, key=lambda job: job.leaf.index)
     tensors = [list(group) for _, group in itertools.groupby(ordered, lambda job: job.leaf.index)]
-    for batch in in_batches(tensors, lambda group: group[0].nbytes, host_bytes):
+    for batch in in_batches(tensors, lambda group: group[0].record.nbytes, host_bytes):
         yield list(itertools.chain.from_iterable(batch))
