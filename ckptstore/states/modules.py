@@ -76,13 +76,18 @@ class ModuleTarget:
         self.parts: dict[str, dict[str, Node]] = {}
         """What it loads by itself: the prefix of a module, or the name of an extra state, in the
         order of ``load_state_dict``; and the values of each that the version has."""
-        self._hooked = False
+        self._hooked = self.converts = False
         asked = _method(module, "load_state_dict") is not _Module.load_state_dict
         if asked:
             self.parts[""] = {}
         self._visit(module, "", asked=asked)
 
     def _visit(self, module: torch.nn.Module, prefix: str, *, asked: bool) -> None:
+        self.converts |= bool(module._state_dict_hooks) and any(
+            not str(getattr(hook, "__module__", "torch")).startswith("torch.")
+            for hook in module._state_dict_hooks.values()
+        )
+        self.converts |= _method(module, "state_dict") is not _Module.state_dict
         own = {f"{self.start}{prefix}{name}": one for name, one in _own(module)}
         self.own |= own
         if not asked and not _copies(module, own.values()):
@@ -164,6 +169,18 @@ class ModuleTarget:
             msg = f"load_state_dict of {what} failed: {error}"
             raise StateError(msg, hint="parameters of the target may have changed") from error
         return [*getattr(told, "missing_keys", ())], [*getattr(told, "unexpected_keys", ())], []
+
+    def converted(self) -> list[str]:
+        """Return names of the target that its ``state_dict()`` gives other values than it has."""
+        state = self.module.state_dict()
+        found = []
+        for name, one in self.own.items():
+            given = state.get(name.removeprefix(self.start))
+            if isinstance(given, torch.Tensor) and not is_lazy(one) and is_plain(one):
+                same = given.shape == one.shape and given.to(one.device) == one.to(given.dtype)
+                if not torch.all(torch.as_tensor(same) | (given != given)):
+                    found.append(name)
+        return found
 
 
 def values_of(node: Node, path: Path, whole: Callable[[Path], bool]) -> Iterator[tuple[Path, Node]]:

@@ -67,8 +67,9 @@ class Mismatch:
     """In the version."""
     why: str
     """``shape``, ``dtype``, ``lossy`` (a cast would change values beyond rounding), ``shared`` (its
-    memory is filled under another name), ``load_state_dict`` (its module refused the value), or the
-    unusual property of a tensor that cannot be filled."""
+    memory is filled under another name), ``load_state_dict`` (its module refused the value),
+    ``state_dict`` (its module's state dict does not give back what was loaded), or the unusual
+    property of a tensor that cannot be filled."""
     version_shape: tuple[int, ...]
     version_dtype: str
     target_shape: tuple[int, ...]
@@ -214,7 +215,7 @@ class _Transfer:
             asker = ModuleTarget(name, value)
             self._tensors |= {name: asker.own[name].detach() for name in asker.filled}
             self._own |= {n: one for n, one in asker.own.items() if n not in self._tensors}
-            if not asker.plain:
+            if not asker.plain or asker.converts:
                 self._askers.append(asker)
         if not self._tensors and not any(asker.parts for asker in self._askers):
             msg = f"there is no tensor in the target, a {type(target).__name__}"
@@ -431,27 +432,34 @@ class _Transfer:
     def _ask(self, asker: ModuleTarget, values: Iterator[dict[str, Any]]) -> None:
         """Have a module load what is not copied to it."""
         start = asker.start
-        about = {
-            f"{module}.".removeprefix(start)[:-1]: values
-            for module, values in self._metadata.items()
-            if f"{module}.".startswith(start)
-        }
-        mine = [name for name in self._missing if name.startswith(start)]
-        missing, unexpected, errors = asker.load(
-            values, about, [name.removeprefix(start) for name in mine]
-        )
-        self._unexpected += [start + name for name in unexpected]
-        given = [name for name in self._given if name.startswith(start)]
-        for error in errors:
-            named = [name for name in given if f"{name.removeprefix(start)}" in error]
-            name = max(named, key=len, default="")
-            if name not in self._own or name not in self._sources:
-                raise StateError(error, hint="parameters of the target may have changed")
-            self._refuse(name, self._own[name], "shape" if "size" in error else "load_state_dict")
-        lost = {*self._unexpected, *self._mismatched}
-        self._loaded.update({n: self._given[n] for n in given if n not in lost})
-        left = [start + n for n in missing if start + n not in self._mismatched]
-        self._missing = [n for n in self._missing if n not in {*mine}] + left
+        if not asker.plain:
+            about = {
+                f"{module}.".removeprefix(start)[:-1]: values
+                for module, values in self._metadata.items()
+                if f"{module}.".startswith(start)
+            }
+            mine = [name for name in self._missing if name.startswith(start)]
+            missing, unexpected, errors = asker.load(
+                values, about, [name.removeprefix(start) for name in mine]
+            )
+            self._unexpected += [start + name for name in unexpected]
+            given = [name for name in self._given if name.startswith(start)]
+            for error in errors:
+                named = [name for name in given if f"{name.removeprefix(start)}" in error]
+                name = max(named, key=len, default="")
+                if name not in self._own or name not in self._sources:
+                    raise StateError(error, hint="parameters of the target may have changed")
+                self._refuse(
+                    name, self._own[name], "shape" if "size" in error else "load_state_dict"
+                )
+            lost = {*self._unexpected, *self._mismatched}
+            self._loaded.update({n: self._given[n] for n in given if n not in lost})
+            left = [start + n for n in missing if start + n not in self._mismatched]
+            self._missing = [n for n in self._missing if n not in {*mine}] + left
+        for name in asker.converted() if asker.converts else ():
+            if name in self._loaded and name in self._sources:
+                self._refuse(name, {**self._tensors, **self._own}[name], "state_dict")
+                del self._loaded[name]
 
 
 def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:

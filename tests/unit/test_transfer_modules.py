@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
-from ckptstore.errors import StateError
+from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.repo import create_on
 
 Make = Callable[[], nn.Module]
@@ -253,6 +253,18 @@ def test_modules_load_in_pieces(memory: MemoryBackend, store: ckptstore.Store) -
         )
     assert report.read_bytes == 7 * 80 == steps[-1]
     assert torch.equal(target.get_parameter("5.weight"), made.get_parameter("5.weight"))
+
+
+def test_what_a_state_dict_does_not_give_back_is_told(store: ckptstore.Store) -> None:
+    """A hook that transposes, and no hook that transposes back."""
+    make: Make = lambda: _hooked(lambda _, s, *__: {k: v.t() for k, v in s.items()})  # noqa: E731
+    store.run("r").save(make().state_dict(), step=1)
+
+    (wrong,) = store.load_into("r", make()).mismatched
+
+    assert (wrong.name, wrong.why) == ("weight", "state_dict")
+    with pytest.raises(InvalidInputError, match="1 have changed: bias"):
+        store.load_into("r", make(), strict=True)
 
 
 def test_shapes_and_dtypes_of_such_modules_are_told(store: ckptstore.Store) -> None:
