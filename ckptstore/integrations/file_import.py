@@ -321,7 +321,8 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
         check_archive(path, path.stat().st_size, str(path))
     try:
         version = torch.torch_version.TorchVersion  # that of many trainers' files: a text
-        with warnings.catch_warnings(), torch.serialization.safe_globals([version]):
+        safe = torch.serialization.safe_globals([version])
+        with warnings.catch_warnings(), safe, torch.device("cpu"):  # whatever the default is
             warnings.simplefilter("ignore")  # about old storage classes in old files
             mapped = zipped and path.suffix != _SAFETENSORS  # which torch reads by its suffix
             with path.open("rb") as file:
