@@ -204,37 +204,6 @@ def _fill(store: ckptstore.Store, weight: torch.Tensor) -> None:
     store.load_into("r@0", {"a": weight}, strict=False)
 
 
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-
-
-@pytest.mark.parametrize("wrapper", WRAPPED)
-@pytest.mark.parametrize(
-    ("saved", "wanted", "rename"),
-    [
-        ("layers.{}.X.w", "layers.{}.w", {"*.X.*": "*.*"}),
-        ("layers.{}.w", "layers.{}.X.w", {"layers.*.*": "layers.*.X.*"}),
-        ("model.X.layers.{}.X.w", "layers.{}.w", {"model": "", "*.X.*": "*.*"}),
-        ("net.layers.{}.X.a.X.w", "net.layers.{}.a.w", {"*.X.*": "*.*"}),
-    ],
-)
-def test_the_message_names_patterns_of_wrappers(
-    memory: MemoryBackend, saved: str, wanted: str, rename: dict[str, str], wrapper: str
-) -> None:
-    """One pattern for all layers; with it, all of them load."""
-    saved, wanted = saved.replace("X", wrapper), wanted.replace("X", wrapper)
-    store = ckptstore.Store(create_on(memory))
-    store.run("r").save({saved.format(n): torch.full((1,), 1.0 + n) for n in range(12)}, step=1)
-    target = {wanted.format(n): torch.zeros(1) for n in range(12)}
-    expected: Any = {k.replace("X", wrapper): v.replace("X", wrapper) for k, v in rename.items()}
-
-    with pytest.raises(InvalidInputError) as told:
-        store.load_into("r", target)
-
-    assert told.value.hint == f"pass rename={expected!r}"
-    store.load_into("r", target, rename=expected, strict=True)
-    assert [int(one) for one in target.values()] == [*range(1, 13)]
-
-
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_sparse_tensors_load_whatever_the_default_device(
