@@ -24,7 +24,7 @@ from ckptstore.errors import (
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.maintenance.retention.reduce import roles_of
 from ckptstore.repo import create_on
-from ckptstore.serving.weight_files import find_weights
+from ckptstore.serving.model_folder import find_weights
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 
