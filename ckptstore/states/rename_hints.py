@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ckptstore.format.paths import path_text
+from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf
 
 _CANDIDATES_MAX = 8
@@ -32,19 +33,13 @@ def fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
         half of the target's names fit, or no more than fit already.
     """
     names = sorted(targets)
-    paths = {path_text(leaf.path) for leaf in sources.values()}
+    paths = {path_text(leaf.path): leaf.path for leaf in sources.values()}
     best, fits = "", max(len(sources.keys() & names), (len(names) - 1) // 2)
     for old, new in _candidates(paths, names[:: len(names) // _NAMES_MAX + 1]):
-        count = len({_renamed(path, old, new) for path in paths}.intersection(names))
+        count = len({*map(Renames({old: new}).text, paths.values())}.intersection(names))
         if count > fits:
             best, fits = f"rename={{{old!r}: {new!r}}}", count
     return best
-
-
-def _renamed(path: str, old: str, new: str) -> str:
-    if old and not path.startswith(f"{old}."):
-        return path
-    return ".".join(filter(None, (new, path[len(old) :].removeprefix("."))))
 
 
 def _candidates(paths: Iterable[str], names: Iterable[str]) -> list[tuple[str, str]]:

@@ -177,14 +177,12 @@ class Restorer:
             direct = leaf.index not in viewed and leaf.index not in self._direct
             if direct and _decodable(record, target):
                 self._direct[leaf.index] = target
-        fills = (
-            []
-            if checked
-            else [
-                Fill(path_text(path), target, by_path[path], self._records[by_path[path].index])
-                for path, target in self._targets.items()
-            ]
-        )
+        if checked:
+            return
+        fills = [
+            Fill(path_text(path), target, by_path[path], self._records[by_path[path].index])
+            for path, target in self._targets.items()
+        ]
         for one, other in clashes(fills):
             msg = f"{one.name!r} and {other.name!r} share memory in into, but not in the version"
             raise InvalidInputError(msg, hint="leave one of them out of into")
