@@ -34,7 +34,6 @@ from ckptstore.cli.text import (
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.format.keys import PACKS_PREFIX
 from ckptstore.maintenance.reports.documents import metrics_document, time_document
-from ckptstore.pages.run_documents import means
 from ckptstore.shown import parts_text
 from ckptstore.store import Store
 
@@ -318,6 +317,8 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str =
     Where there are more values than blocks, a block stands for the mean of a few that follow each
     other. What has no number among them is ``!``.
     """
+    from ckptstore.pages.run_documents import means  # takes NumPy with it
+
     # Halves, so that the span between the largest numbers is one, too.
     halves = [None if mean is None else mean / 2 for mean in means(values, max(width, 1))]
     finite = [half for half in halves if half is not None]

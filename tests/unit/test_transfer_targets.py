@@ -51,6 +51,7 @@ def _negative(base: torch.Tensor) -> torch.Tensor:
         (2, lambda m: (m[:16].view(4, 4), m[8:16].view(2, 4)), False),
         (3, lambda m: (m[:16].view(4, 4).t(), m[:16].view(4, 4).t()), True),
     ],
+    ids=map(str, range(15)),
 )
 def test_targets_are_compared_by_the_memory_that_they_cover(
     store: ckptstore.Store,
