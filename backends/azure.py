@@ -22,10 +22,9 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 from ckptstore import errors, limits
 from ckptstore.backends import base
 from ckptstore.backends.azure_settings import NO_CREDENTIALS, open_container, read_settings
-from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign
+from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign, Wait
 from ckptstore.backends.httperrors import answer_of, error_for_answer, error_for_silence
 from ckptstore.backends.parted_writer import PartedWriter
-from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.receiving import receive_into, wait_for_body
 from ckptstore.backends.scatter import wanted_bytes

@@ -24,9 +24,8 @@ from fsspec.archive import AbstractArchiveFileSystem
 from ckptstore import errors
 from ckptstore.backends import base, bucket
 from ckptstore.backends.buffered_writer import BufferedWriter
-from ckptstore.backends.fsspec_errors import is_absent, is_answer, number_of, translate
 from ckptstore.backends.fsspec_servers import system_of
-from ckptstore.backends.fsspec_systems import System
+from ckptstore.backends.fsspec_systems import System, is_absent, is_answer, number_of, translate
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.posix_walk import TEMP, WITH_TEMPS
 from ckptstore.backends.scatter import Scatter, wanted_bytes

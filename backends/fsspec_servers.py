@@ -11,8 +11,7 @@ from typing import Final
 
 from fsspec.asyn import sync
 
-from ckptstore.backends.fsspec_errors import number_of
-from ckptstore.backends.fsspec_systems import FileServer, Foreign, Info, System
+from ckptstore.backends.fsspec_systems import FileServer, Foreign, Info, System, number_of
 
 # Of one request at 64 KiB each; the library reads and writes at most 8 MiB at once.
 _SMB_CREDITS: Final = 128

@@ -28,10 +28,9 @@ from gcsfs.core import GCSFileSystem
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import Buffer, Buffers, ObjectInfo, ObjectWriter
-from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
+from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, Wait, parse_bucket_url
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
-from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState

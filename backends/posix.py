@@ -3,6 +3,15 @@
 One code for all; the differences are data (:mod:`ckptstore.backends.posix_settings`). The effects
 of real file systems on readers and writers, and the consequences drawn:
 docs/design/0004-posix-durable-writes.md.
+
+A large object streams into a temporary file. By default the kernel collects written bytes in memory
+and writes them out at the final fsync, while the caller waits. So the writer starts write-back of
+each window when it is complete, waits for the window ``WRITEBACK_LAG_BYTES`` back, and frees its
+pages: the kernel then reuses the same few megabytes, and other programs keep their cache.
+
+A file of random bytes in the root of a store is room for the commits that free a full disk. Its
+name begins with a dot, so that listings leave it out. It needs no fsync: after a crash it may be
+short or missing, and the next writer makes it up.
 """
 
 from __future__ import annotations
@@ -11,18 +20,28 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckptstore import errors, limits
 from ckptstore.backends import base, posix_settings
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 from ckptstore.backends.oserrors import ABSENT, translate
-from ckptstore.backends.posix_publish import Folders, Linkless, TempFile, publish, sync_folder
-from ckptstore.backends.posix_reserve import drop_reserve, keep_reserve
-from ckptstore.backends.posix_stream import IOV_MAX, PosixWriter
+from ckptstore.backends.posix_publish import (
+    NEW_FILE,
+    Folders,
+    Linkless,
+    TempFile,
+    drop_cache,
+    publish,
+    sync_folder,
+)
 from ckptstore.backends.posix_walk import is_listed, remove_temp_files, walk
 from ckptstore.backends.scatter import skip_bytes
 from ckptstore.config import SYSTEM, Environment, absolute_path
+from ckptstore.errors import StorageError, TransientStorageError
 
 T = TypeVar("T")
 
@@ -268,3 +287,155 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     fs_type = posix_settings.find_fs_type(root)
     settings = posix_settings.SETTINGS[kind] if kind else posix_settings.settings_for(fs_type)
     return PosixBackend(root, settings=settings, fs_type=fs_type)
+
+
+IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+"""Most buffers of one system call."""
+# Flags of sync_file_range(2), from linux/fs.h.
+_WAIT_BEFORE: Final = 1
+_START: Final = 2
+_WAIT_AFTER: Final = 4
+# The file system does not support the call; then the final fsync does all the work.
+_NOT_THERE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
+
+SyncRange = Callable[[int, int, int, int], int]
+"""``(descriptor, offset, bytes, flags) -> errno``, 0 for success."""
+
+
+@cache
+def sync_range() -> SyncRange | None:
+    """Return Linux's sync_file_range, or None where the C library has none.
+
+    The call only starts the work of the final fsync earlier, which still follows and decides; but
+    a write error that it reports is reported only once, so the caller must not drop it.
+    """
+    import ctypes
+
+    try:
+        function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    function.restype = ctypes.c_int
+
+    def call(descriptor: int, offset: int, count: int, flags: int) -> int:
+        """Call it until no signal interrupts; return the error number."""
+        while function(descriptor, offset, count, flags):
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                return number
+        return 0
+
+    return call
+
+
+class PosixWriter(ObjectWriter):
+    """Writes bytes to a temporary file as they come; holds none of them itself."""
+
+    def __init__(self, key: str, temp: TempFile, path: str, *, no_links: frozenset[int]) -> None:
+        self._key = key
+        self._no_links = no_links
+        self._path = path
+        self._size = 0
+        self._started = 0
+        self._waited = 0
+        self._sync = sync_range()
+        self._temp = temp
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        """Append by as few system calls as possible."""
+        left = [view.cast("B") for part in parts_of(data) if (view := memoryview(part)).nbytes]
+        try:
+            while left:
+                count = os.writev(self._temp.descriptor, left[:IOV_MAX])
+                self._size += count
+                skip_bytes(left, count)
+                self._write_back()
+        except OSError as error:
+            raise translate(error, f"write {self._key}", writing=True) from error
+
+    def commit(self) -> None:
+        """Make the object durable, then visible; a failed commit cannot be repeated."""
+        try:
+            self._temp.finish(self._size, drop=self._waited > 0)
+            what = f"create {self._key}"
+            publish(self._temp.path, self._path, what, Linkless.ALONE, self._no_links)
+        except OSError as error:
+            self._temp.discard()
+            found = translate(error, f"write {self._key}", writing=True)
+            if isinstance(found, TransientStorageError):
+                # The file is gone, and after a failed fsync its content would be unreliable.
+                raise StorageError(found.message, hint="the save has to be repeated") from error
+            if isinstance(error, StorageError):
+                raise
+            raise found from error
+
+    def abort(self) -> None:
+        """Remove the temporary file."""
+        self._temp.discard()
+
+    def _write_back(self) -> None:
+        """Start write-back of complete windows, and wait for those far enough back."""
+        window = limits.WRITEBACK_WINDOW_BYTES
+        whole = self._size // window * window
+        if whole > self._started:
+            self._call_sync(self._started, whole - self._started, _START)
+            self._started = whole
+        behind = whole - limits.WRITEBACK_LAG_BYTES
+        if behind > self._waited:
+            flags = _WAIT_BEFORE | _START | _WAIT_AFTER
+            self._call_sync(self._waited, behind - self._waited, flags)
+            drop_cache(self._temp.descriptor, self._waited, behind - self._waited)
+            self._waited = behind
+
+    def _call_sync(self, offset: int, count: int, flags: int) -> None:
+        if self._sync is None:
+            return
+        number = self._sync(self._temp.descriptor, offset, count, flags)
+        if number in _NOT_THERE:
+            self._sync = None
+        elif number:
+            raise OSError(number, os.strerror(number))
+
+
+NAME: Final = ".ckptstore-reserve"
+# Not all file systems write a part of what does not fit as a whole. Source: a block of ext4.
+_STEP_BYTES: Final = 4 * limits.KIB
+
+
+def keep_reserve(root: str, environment: Environment, *, whole: bool) -> None:
+    """Make up the reserve to its full size, unless `whole` to what fits; never raises.
+
+    One that is too short is replaced, never appended to: others may have given its name to a file
+    of somebody's, to have it changed, and not all file systems count the names of a file.
+    """
+    path, before = f"{root}/{NAME}", 0
+    with suppress(OSError):  # no right to write here, or no room for a name: there is none then
+        if os.path.lexists(path):
+            before = os.lstat(path).st_size
+            if before >= limits.RESERVE_BYTES:
+                return
+            os.unlink(path)  # noqa: PTH108 - plain strings, as in all of this backend
+        descriptor = os.open(path, NEW_FILE, 0o666)
+        try:
+            _fill_reserve(
+                descriptor, environment, keep_bytes=before if whole else limits.RESERVE_BYTES
+            )
+        finally:
+            os.close(descriptor)
+
+
+def _fill_reserve(descriptor: int, environment: Environment, *, keep_bytes: int) -> None:
+    """Write the reserve; if it does not fit, keep at most `keep_bytes` of it."""
+    try:
+        for _ in range(0, limits.RESERVE_BYTES, _STEP_BYTES):
+            # Random, so that a file system that compresses keeps it at its size.
+            os.write(descriptor, bytes.fromhex(environment.random_hex(_STEP_BYTES)))
+    except OSError:
+        os.ftruncate(descriptor, min(keep_bytes, os.fstat(descriptor).st_size))
+
+
+def drop_reserve(root: str) -> None:
+    """Remove the reserve, if there is one; never raises."""
+    with suppress(OSError):  # none, or no right to remove it
+        os.unlink(f"{root}/{NAME}")  # noqa: PTH108

@@ -28,8 +28,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.receiving import receive_into
-from ckptstore.backends.s3_calls import Accept, Request
-from ckptstore.backends.s3_settings import Settings
+from ckptstore.backends.s3_calls import Accept, Request, Settings
 from ckptstore.backends.width import moved
 
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)

@@ -15,8 +15,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.buffered_writer import Body
-from ckptstore.backends.s3_calls import Accept, Request
-from ckptstore.backends.s3_settings import base_config
+from ckptstore.backends.s3_calls import Accept, Request, base_config
 from ckptstore.backends.scatter import Scatter
 
 

@@ -21,9 +21,8 @@ from urllib3 import exceptions
 
 from ckptstore import errors, limits
 from ckptstore.backends import base, bucket
-from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange
+from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Wait
 from ckptstore.backends.httperrors import error_for_answer
-from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.receiving import wait_for_body
 from ckptstore.backends.scatter import Scatter

@@ -8,11 +8,9 @@ from ckptstore.catalog.history import History, Point
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.checkpoint.content import TensorInfo
-from ckptstore.maintenance.check.integrity_scan import Problem
+from ckptstore.maintenance.check.integrity_scan import Problem, Sample
 from ckptstore.maintenance.check.latest_valid import LatestValid, Skipped
-from ckptstore.maintenance.check.leftovers import Notice
-from ckptstore.maintenance.check.verify import VerifyReport
-from ckptstore.maintenance.check.verify_state import Sample
+from ckptstore.maintenance.check.verify import Notice, VerifyReport
 from ckptstore.maintenance.cold.archive import ArchiveReport
 from ckptstore.maintenance.cold.thaw import ThawReport
 from ckptstore.maintenance.collect.gc import GcReport

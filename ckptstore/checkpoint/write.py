@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ckptstore.backends.transfers import receipt_entries
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.encode import Draft, encode_draft, listing
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, commit_version
 from ckptstore.committing import commit_retrying
@@ -35,11 +34,6 @@ from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
-
-# Versions before the parent whose manifests are read to learn what the deltas to a keyframe took.
-# Source: cycles of a GPT have up to 9 versions (docs/design/0012-deltas.md); of a longer one, a
-# part tells too, and a new process asks once.
-_ANCESTORS_MAX = 8
 
 _DIGITS = re.compile(r"\d+")
 
@@ -180,16 +174,9 @@ def _readable(repo: Repo, parent: Version) -> Manifest | None:
 
 
 def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
-    """Return what a save may take deltas to.
-
-    How many bytes earlier deltas to the same keyframes took is learned from older versions, where
-    this process does not know it: that decides when a new keyframe pays.
-    """
+    """Return what a save may take deltas to."""
     before = None if parent is None else repo.manifests.load(parent)
-    older = _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
-    if parent is not None and (unknown := repo.manifests.keyframes.unknown(older.table)):
-        repo.manifests.keyframes.learn(_ancestors(repo, repo.catalog, parent), unknown)
-    return older
+    return _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
 
 
 def _deltas(
@@ -316,19 +303,3 @@ def _kind(name: _Name | None, record: TensorRecord) -> str:
 def _is_same(one: TensorRecord, two: TensorRecord) -> bool:
     plain = one.blocks is None and two.blocks is None and one.recipe is None and two.recipe is None
     return plain and one.identity == two.identity
-
-
-def _ancestors(repo: Repo, catalog: Catalog, version: Version) -> Iterator[PieceTable]:
-    """Yield the tables of a version and of those before it, newest first, as far as can be read."""
-    for _ in range(1 + _ANCESTORS_MAX):
-        if version.level == "record":
-            return
-        try:
-            yield repo.manifests.load(version).pieces
-        except (IntegrityError, FormatError):
-            return
-        if not version.parent or not catalog.has_version(version.parent):
-            return
-        version = catalog.version(version.parent)
-        if version.deleted:
-            return

@@ -13,7 +13,7 @@ import typer
 from ckptstore.catalog.replica_ops import find_replica
 from ckptstore.cli.store_options import SourceOptions
 from ckptstore.errors import InvalidInputError
-from ckptstore.replicas.places import PREFIX
+from ckptstore.replicas.options import PREFIX
 from ckptstore.store import Store
 
 FromReplica = Annotated[

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
 from ckptstore.cli.session import location, opened, opened_for, opened_place, vouching
 from ckptstore.cli.store_options import DryRun, SourceOptions, WriterOptions
-from ckptstore.cli.verify_cmd import VerifyLevel
+from ckptstore.cli.verify_cmd import VerifyLevel, draw_repair, draw_superblock, repair_document
 from ckptstore.errors import IntegrityError
-from ckptstore.replicas.places import PREFIX
+from ckptstore.replicas.options import PREFIX
 from ckptstore.store import Store, mend_superblock
 
 if TYPE_CHECKING:

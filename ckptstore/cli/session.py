@@ -10,7 +10,7 @@ from typing import Any
 from ckptstore.cli.store_options import CommonOptions, WriterOptions
 from ckptstore.errors import InvalidInputError, NotFoundError, RunNotFoundError, UnsafeBackendError
 from ckptstore.model import Version
-from ckptstore.replicas.places import PLACE, PREFIX
+from ckptstore.replicas.options import PLACE, PREFIX
 from ckptstore.store import Store, open_store
 from ckptstore.store.version_lookup import named_versions
 

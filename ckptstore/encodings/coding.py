@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.encodings import codebooks
-from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
+from ckptstore.encodings.casts import FLOATS, Rounding, from_float32, recast, to_float32, to_float64
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
-from ckptstore.encodings.measuring import ValueRange
 from ckptstore.format.tables import CODES
 
 _STEP: Final = 1 << 16
@@ -106,3 +105,128 @@ class Form:
     def scales(self, dtype: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Return the scales alone; of a scaled form."""
         return codebooks.scales_of(to_float32(dtype, raw), self.block)
+
+
+_Values: TypeAlias = "npt.NDArray[Any]"
+
+_DIGITS: Final = 6
+"""Digits of a recorded error, rounded up: sums may differ in the last bits between machines."""
+
+_SQUARES_MIN: Final = 2.0**-900
+"""Of a sum below, the squares of errors that count may be denormal, or 0. No float32 gets there."""
+
+_TINY: Final = 2.0**-100
+"""Of differences below, those of denormal float32 count, which a processor may take for 0."""
+
+
+@dataclass(slots=True)
+class ValueRange:
+    """Range of the elements of a tensor; grows with each :meth:`add`."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    finite: bool = True
+
+    def add(self, dtype: str, raw: npt.NDArray[Any]) -> None:
+        """Take some elements into account, given as unsigned integers."""
+        if not len(raw):
+            return
+        values = raw.view(dtype) if dtype in ("float32", "float64") else to_float64(dtype, raw)
+        low, high = float(values.min()), float(values.max())  # NaN if any is
+        if math.isfinite(low) and math.isfinite(high):
+            self.low, self.high = min(self.low, low), max(self.high, high)
+        else:
+            self.finite = False
+
+    @property
+    def negative(self) -> bool:
+        """Whether an element is below 0."""
+        return self.low < 0
+
+    @property
+    def positive(self) -> bool:
+        """Whether an element is above 0."""
+        return self.high > 0
+
+
+@dataclass(slots=True)
+class Difference:
+    """Difference of a restored tensor to the given one, over finite elements; grows when fed."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    given_squares: float = 0.0
+    problem: str = ""
+    """Why the form cannot hold the tensor, whatever the bounds."""
+
+    def add(self, dtype: str, given: npt.NDArray[Any], restored: npt.NDArray[Any]) -> None:
+        """Compare some elements; both as unsigned integers of one dtype."""
+        if not len(given):
+            return
+        widened = to_float64 if dtype == "float64" else to_float32
+        with np.errstate(all="ignore"):
+            was, off, largest = self._off(widened(dtype, given), widened(dtype, restored))
+            if largest < _TINY and dtype != "float64" and not np.array_equal(given, restored):
+                was, off, largest = self._off(*(_exactly(dtype, raw) for raw in (given, restored)))
+            self.largest = max(self.largest, largest)
+            # Squares of float32 may be too small for it.
+            self.squares += float(np.square(off, dtype=np.float64).sum())
+            self.given_squares += float(np.square(was, dtype=np.float64).sum())
+
+    def _off(self, was: _Values, now: _Values) -> tuple[_Values, _Values, float]:
+        """Return what finite elements were, their differences, and the largest of these."""
+        off = now - was
+        largest = float(np.abs(off).max())  # NaN if any is
+        if not math.isfinite(largest):
+            was, off = self._finite(was, now)
+            largest = float(np.abs(off).max(initial=0.0))
+        return was, off, largest
+
+    def _finite(self, was: _Values, now: _Values) -> tuple[_Values, _Values]:
+        """Return the finite elements and their differences; the others must have stayed."""
+        finite = np.isfinite(was)
+        if not np.isfinite(now[finite]).all():
+            self.problem = "an element is larger than the form can hold"
+        same = (was == now) | (np.isnan(was) & np.isnan(now))
+        if not same[~finite].all():
+            self.problem = "an infinity cannot be held"
+        kept = finite & np.isfinite(now)
+        return was[kept], now[kept] - was[kept]
+
+    @property
+    def max_abs(self) -> float:
+        """The largest difference, rounded up."""
+        return _up(self.largest)
+
+    @property
+    def rel_l2(self) -> float:
+        """The root of the sum of squares, over that of the squares of what was given.
+
+        Infinite where they are too small for a square to tell.
+        """
+        if self.largest and self.given_squares < _SQUARES_MIN:
+            return math.inf
+        if not self.squares:
+            return 0.0
+        with np.errstate(all="ignore"):
+            share = np.float64(self.squares) / np.float64(self.given_squares)
+        return _up(math.sqrt(share)) if share < math.inf else math.inf
+
+
+def _exactly(dtype: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return elements of up to 32 bits as float64, whatever becomes of denormals here."""
+    found: npt.NDArray[np.float64] = from_float32("float64", to_float32(dtype, raw)).view(
+        np.float64
+    )
+    return found
+
+
+def _up(value: float) -> float:
+    """Return a number of few digits that is not below `value`."""
+    if not 0 < value < math.inf:
+        return value
+    short = float(f"{value:.{_DIGITS - 1}e}")
+    if short >= value:
+        return short
+    unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+    return float(f"{value + unit:.{_DIGITS - 1}e}")

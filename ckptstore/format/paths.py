@@ -46,6 +46,8 @@ def _matcher(pattern: Pattern) -> Callable[[Path, str], bool]:
             f"a pattern must be a string or a tuple of keys, not {type(pattern).__name__}"
         )
     below = pattern + "."
+    if {*"*?["}.isdisjoint(pattern):
+        return lambda path, text: text == pattern or text.startswith(below)
     shell = fnmatch.translate(pattern)
     found = re.compile(f"{shell}|{fnmatch.translate(pattern + '.*')}").match
     return lambda path, text: text == pattern or text.startswith(below) or found(text) is not None

@@ -321,41 +321,18 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
         check_archive(path, path.stat().st_size, str(path))
     try:
         version = torch.torch_version.TorchVersion  # that of many trainers' files: a text
-        with warnings.catch_warnings(), torch.serialization.safe_globals([version]):
+        safe = torch.serialization.safe_globals([version])
+        with warnings.catch_warnings(), safe, torch.device("cpu"):  # whatever the default is
             warnings.simplefilter("ignore")  # about old storage classes in old files
             mapped = zipped and path.suffix != _SAFETENSORS  # which torch reads by its suffix
             with path.open("rb") as file:
                 found = path if mapped else file
                 state = torch.load(found, map_location="cpu", mmap=mapped, weights_only=True)
-            state = _storages_as_tensors(state)
     except OSError:
         raise
     except Exception as error:  # torch may raise any error on a hostile pickle
         raise _torch_problem(path, error) from error
     return _Read(state=state, format="torch", files=(path.name,), metadata={})
-
-
-def _storages_as_tensors(state: Any) -> Any:
-    """Return a state in which storages are tensors of one dimension, of the same memory."""
-    storages = torch.TypedStorage | torch.UntypedStorage
-    whole = [state]
-    todo: list[Any] = [whole]
-    seen: set[int] = set()
-    while todo:
-        box = todo.pop()
-        if id(box) in seen:
-            continue
-        seen.add(id(box))
-        for key, value in [*(box.items() if isinstance(box, dict) else enumerate(box))]:
-            if isinstance(value, dict | list):
-                todo.append(value)
-            elif type(value) is tuple and any(isinstance(one, storages) for one in value):
-                box[key] = tuple(_storages_as_tensors([*value]))
-            elif isinstance(value, storages):
-                one = torch.empty(0, dtype=getattr(value, "dtype", torch.uint8))
-                raw = getattr(value, "_untyped_storage", value)
-                box[key] = one.set_(raw, 0, (len(value),), (1,))
-    return whole[0]
 
 
 def _torch_problem(path: Path, error: Exception) -> errors.CkptStoreError:

@@ -78,7 +78,8 @@ class FileWriter(io.RawIOBase):
     def _flush_part(self) -> None:
         """Write the bytes held; they are durable on return."""
         held, self._held = self._held, bytearray()
-        tensor = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0).byte()
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        tensor = torch.frombuffer(held, dtype=torch.uint8) if held else none
         size = self._written + len(held)
         shard = Shard(name=self.name, shape=(size,), offsets=(self._written,), tensor=tensor)
         part = write_part(

@@ -41,7 +41,7 @@ from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
-from ckptstore.replicas.places import PLACE, PREFIX
+from ckptstore.replicas.options import PLACE, PREFIX
 from ckptstore.store import open_store
 from ckptstore.suggestions import did_you_mean
 

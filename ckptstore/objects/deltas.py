@@ -145,40 +145,6 @@ class Keyframes:
             pieces, total = (0, 0) if start else self._cycles.get(piece_id, (0, 0))
             self._cycles[piece_id] = (pieces + 1, total + stored_bytes)
 
-    def unknown(self, table: PieceTable) -> set[bytes]:
-        """Return the bases of a version whose cycles another process made."""
-        if table.base is None:
-            return set()
-        own = int(table.base[table.base < len(table)].min())
-        with self._lock:
-            return {table.ids[row].tobytes() for row in range(own, len(table))} - set(self._cycles)
-
-    def learn(self, tables: Iterable[PieceTable], bases: Collection[bytes]) -> None:
-        """Find out from older versions, newest first, what the cycles of some bases took.
-
-        Reads no more of them than have such a base.
-        """
-        met: set[tuple[str, int]] = set()
-        for table in tables:
-            found = _deltas_to(table, bases)
-            if not found:
-                return
-            for row, base in found:
-                for at, start in ((base, True), (row, False)):
-                    place = table.chunk_of(at)
-                    if place not in met:
-                        met.add(place)
-                        stored = int(table.stored[at]) + CHUNK_HEADER_BYTES
-                        self.count(table.ids[base].tobytes(), stored, start=start)
-
-
-def _deltas_to(table: PieceTable, bases: Collection[bytes]) -> list[tuple[int, int]]:
-    if table.base is None:
-        return []
-    rows = np.flatnonzero(table.base < len(table)).tolist()
-    pairs = [(row, int(table.base[row])) for row in rows]
-    return [(row, base) for row, base in pairs if table.ids[base].tobytes() in bases]
-
 
 @dataclass(slots=True, kw_only=True)
 class Deltas:

@@ -18,14 +18,16 @@ from ckptstore import errors
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.options import (
+    PLACE,
+    PREFIX,
     ReplicaOptions,
     check_bound,
     check_meant,
     inherited,
+    is_local,
     open_place,
     open_target,
 )
-from ckptstore.replicas.places import PLACE, PREFIX, is_local
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:

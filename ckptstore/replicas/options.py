@@ -1,4 +1,4 @@
-"""Options of replicas: how a location is opened with them, and for which place they are.
+"""Names, locations and options of replicas: which place each means, and how it is opened.
 
 The log says where a replica is, and who can write the log can change that. Options of the storage
 library (an endpoint, credentials) come from the user, for a place that the user knows. So they say
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from urllib.parse import unquote
 
 from ckptstore import errors
 from ckptstore.backends.base import Backend
 from ckptstore.backends.key_sources import KeyInput, hidden, is_key_spec
-from ckptstore.backends.registry import open_backend
-from ckptstore.config import SYSTEM, Options
+from ckptstore.backends.registry import kind_of, open_backend, scheme_of
+from ckptstore.config import SYSTEM, Options, absolute_path
 from ckptstore.model import ReplicaInfo
-from ckptstore.replicas.places import PLACE, same_place
 from ckptstore.repo import Repo, open_repo
 
 
@@ -202,3 +202,36 @@ def _hint(name: str, url: str) -> str:
         f"say where it is, beside them: replicas={{{name!r}: {{'{PLACE}': {url!r}, ...}}}}; "
         f"on the command line --to-option {PLACE}={url}"
     )
+
+
+PREFIX: Final = "replica:"
+"""Stands before the name of a replica where a location may stand too."""
+PLACE: Final = "url"
+"""The option that says for which place the others are."""
+
+
+def name_in(text: object) -> str | None:
+    """Return the name in ``replica:NAME``; None for anything else."""
+    if isinstance(text, str) and text.startswith(PREFIX):
+        return text.removeprefix(PREFIX)
+    return None
+
+
+def is_local(info: ReplicaInfo) -> bool:
+    """Return whether a replica is on a mounted file system, or in memory."""
+    return kind_of(info.url) in {"file", "memory"}
+
+
+def same_place(one: str, other: str) -> bool:
+    """Return whether two locations are one, by what they say; nothing is asked."""
+    return _plain(one) == _plain(other)
+
+
+def _plain(url: str) -> str:
+    kind = kind_of(url)
+    if kind == "file":
+        path = url
+        if "://" in url:
+            path = unquote(url.partition("://")[2].removeprefix("localhost"))
+        return f"file://{absolute_path(path)}"
+    return kind + url[len(scheme_of(url)) :].rstrip("/")

@@ -21,10 +21,22 @@ import torch.distributed as dist
 
 from ckptstore import errors
 from ckptstore.limits import KIB
-from ckptstore.resuming.comparison import Moment, ResumeReport, Verdict, differences, unused
-from ckptstore.resuming.leaves import GRADIENTS, MODES, digests, generators, gradients_of, leaves_of
-from ckptstore.resuming.nested_values import SCALARS, Leaf
-from ckptstore.resuming.sampling import samples
+from ckptstore.resuming.comparison import (
+    GRADIENTS,
+    MODES,
+    SCALARS,
+    Leaf,
+    Moment,
+    ResumeReport,
+    Verdict,
+    differences,
+    digests,
+    generators,
+    gradients_of,
+    leaves_of,
+    samples,
+    unused,
+)
 from ckptstore.store import resume_check
 from ckptstore.store.run import Run
 

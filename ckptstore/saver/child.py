@@ -21,8 +21,7 @@ from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
 from ckptstore.repo import Finding, Repo
 from ckptstore.saver import messages
-from ckptstore.saver.job_writer import JobWriter
-from ckptstore.saver.save_job import SaveJob
+from ckptstore.saver.save_job import JobWriter, SaveJob
 
 _log = logging.getLogger("ckptstore")
 

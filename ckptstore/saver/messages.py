@@ -18,7 +18,7 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.config import Options
 from ckptstore.format.superblock import Superblock
 from ckptstore.model import Version
-from ckptstore.saver.staged import Digests
+from ckptstore.saver.arena import Digests
 
 _HEAD: Final = struct.Struct("<QB")  # length of the pickle, and where it is
 _INLINE, _IN_MEMORY = 0, 1

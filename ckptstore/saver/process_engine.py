@@ -19,9 +19,8 @@ from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.transfers import start_thread
 from ckptstore.repo import Repo
 from ckptstore.saver import messages
-from ckptstore.saver.arena import Arena
+from ckptstore.saver.arena import Arena, Digests
 from ckptstore.saver.save_job import Hear, SaveJob
-from ckptstore.saver.staged import Digests
 
 _log = logging.getLogger("ckptstore")
 # What a send raises when the child is gone, or this end is closed since it is.

@@ -13,10 +13,9 @@ from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError, SaveBusyError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.model import Receipt, ReceiptState, Version
-from ckptstore.saver.arena import Arena
+from ckptstore.saver.arena import Arena, Digests
 from ckptstore.saver.messages import Done, Failed
 from ckptstore.saver.save_job import SaveJob, row_of
-from ckptstore.saver.staged import Digests
 from ckptstore.saver.staging import Staging
 
 _log = logging.getLogger("ckptstore")

@@ -19,8 +19,7 @@ from ckptstore.errors import CkptStoreError, TornStateError
 from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
 from ckptstore.prefault import prefault
-from ckptstore.saver.arena import ALIGN_BYTES, Arena
-from ckptstore.saver.staged import Digests, StagedTensor
+from ckptstore.saver.arena import ALIGN_BYTES, Arena, Digests, StagedTensor
 from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, settle
 
 _PORTABLE: Final = 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any, Final
 
@@ -24,17 +24,20 @@ from ckptstore.errors import (
     LimitError,
     NotFoundError,
     ObjectNotFoundError,
+    StateError,
 )
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
+from ckptstore.hashing import blake3_of
 from ckptstore.integrations.pretrained_files import CONFIGS, described, names_digest
-from ckptstore.integrations.safetensors_plan import FileTensor
-from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile
+from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, file_tensor
+from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile, Weight
 from ckptstore.limits import PRETRAINED_BYTES_MAX
 from ckptstore.model import Version
 from ckptstore.objects.joining import Growing
 from ckptstore.repo import Repo
 from ckptstore.serving import serving_limits as limits
-from ckptstore.serving import weight_files
 from ckptstore.store import Store
 
 _MARKS: Final = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "0": ""}
@@ -177,22 +180,22 @@ def open_folder(
         return read_kept(held, repo)
 
     about = described(catalog, version.id, said)
-    items = weight_files.find_weights(content)
+    items = find_weights(content)
     as_read = about.get("names") == names_digest(item.name for item in items)
     if about.get("adapter_config"):
         files = _adapters(items, about["adapter_config"], dtype, as_read=as_read)
     else:
         most = shard_bytes or (limits.SHARD_BYTES_AS_READ if as_read else limits.SHARD_BYTES)
-        files = weight_files.plan_weights(items, "model", dtype, most, as_read=as_read)
+        files = plan_weights(items, "model", dtype, most, as_read=as_read)
     files |= _configs(items, about, dtype, as_read=as_read)
     adapter = bool(about.get("adapter_config"))
     files.setdefault("README.md", model_card(catalog, version, adapter=adapter))
     found = {}
     for name, made in sorted(files.items()):
         if isinstance(made, bytes):
-            size, etag = len(made), weight_files.etag_of([made])
+            size, etag = len(made), etag_of([made])
         else:
-            size, etag = made.nbytes, weight_files.etag_of_weights(made, content)
+            size, etag = made.nbytes, etag_of_weights(made, content)
         found[name] = ServedFile(name, made, size, etag)
     return ModelFolder(repo, version, content, dtype, found)
 
@@ -207,9 +210,9 @@ def _adapters(
             raise InvalidInputError(f"the version has no configuration of the adapter {name!r}")
         own, alone = items, len(adapters) == 1
         if not as_read:
-            own = weight_files.find_adapter(items, name, config, alone=alone)
+            own = find_adapter(items, name, config, alone=alone)
         place = "" if name == "default" or as_read else name + "/"
-        planned = weight_files.plan_weights(
+        planned = plan_weights(
             own, "adapter_model", dtype, limits.SHARD_BYTES_AS_READ, as_read=True
         )
         files |= {_inside(place + file): made for file, made in planned.items()}
@@ -228,7 +231,7 @@ def _configs(
             continue
         if part == "config" and (dtype or not as_read):
             config = {key: value for key, value in config.items() if key != "torch_dtype"}
-            floats = (item.dtype for item in items if item.dtype in weight_files.CASTS)
+            floats = (item.dtype for item in items if item.dtype in CASTS)
             config["dtype"] = dtype or next(floats, "float32")
         files[f"{part}.json"] = _json(config, sort=not as_read)
     for name, data in about.get("processing", {}).items():
@@ -334,3 +337,168 @@ def _value(node: Node, blobs: dict[int, memoryview]) -> Any:  # noqa: ANN401 - p
         return data.decode("utf-8", "surrogatepass") if node[2] == "str" else data
     msg = f"the version holds something at {BESIDE!r} that is no plain value: {tag!r}"
     raise InvalidInputError(msg, hint="save what describe_model returns")
+
+
+CASTS: Final = ("float64", "float32", "float16", "bfloat16")
+"""Formats that a version can be asked for in, and those that are cast."""
+
+# Widest first, as the safetensors library (0.8) orders the tensors of a file; then by name.
+_ORDER: Final = (
+    *("uint64", "int64", "float64", "complex64", "float32", "uint32", "int32"),
+    *("bfloat16", "float16", "uint16", "int16", "float8_e5m2fnuz", "float8_e4m3fnuz"),
+    *("float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "float4_e2m1fn_x2"),
+    "bool",
+)
+_ETAG_CHARS: Final = 40
+"""Of a digest: 32 would be read as MD5 by clients of S3, 64 as SHA-256 by those of the Hub."""
+_LEFT_OUT: Final = frozenset({"bytes", "generator"})
+_EXPORT: Final = "export_pretrained writes it with PEFT"
+
+
+def etag_of_weights(file: PlannedFile, content: Content) -> str:
+    """Return a digest of what a file's bytes follow from: header, tensors, ids of their pieces."""
+    parts = [file.header]
+    for weight in file.weights:
+        one = weight.stored
+        record = content.manifest.tensors[one.index]
+        parts.append(repr((record.dtype, record.shape, one.view, one.dtype)).encode())
+        if record.recipe is not None:  # where its sources lie can change
+            parts.append(record.recipe.digest)
+        else:
+            ids = content.manifest.pieces.ids[content.rows(one.index)]
+            parts += [repr(record.identity).encode(), ids.tobytes()]
+    return etag_of(parts)
+
+
+def etag_of(parts: Iterable[bytes]) -> str:
+    """Return the ETag of some bytes: the beginning of their BLAKE3 digest."""
+    return blake3_of(tuple(parts)).hex()[:_ETAG_CHARS]
+
+
+def find_weights(content: Content) -> list[FileTensor]:
+    """Return the weights in the order of the state: those below ``model``, or else by role.
+
+    Of tied tensors, the first is taken, as models of transformers save them.
+
+    Raises
+    ------
+    StateError
+        One cannot be in a safetensors file, or there are none.
+    """
+    leaves = [leaf for leaf in content.leaves if leaf.kind not in _LEFT_OUT]
+    below = [leaf for leaf in leaves if leaf.path[:1] == ("model",) and len(leaf.path) > 1]
+    if not below:
+        judged = content.judged()
+        by_role = (leaf for leaf in leaves if judged[leaf.index].role == "weights")
+        leaves = [leaf for leaf in by_role if leaf.path[:1] != (BESIDE,)]
+    found: dict[object, FileTensor] = {}
+    for leaf in below or leaves:
+        one = file_tensor(path_text(leaf.path[1:] if below else leaf.path), leaf, content)
+        found.setdefault((one.index, one.view, one.dtype, one.shape), one)
+    if not found:
+        raise StateError("the version has no weights", hint="ckptstore show lists its tensors")
+    return list(found.values())
+
+
+def find_adapter(
+    items: Sequence[FileTensor], name: str, config: Mapping[str, Any], *, alone: bool
+) -> list[FileTensor]:
+    """Return the weights of one adapter under the names of its file.
+
+    Parameters
+    ----------
+    alone
+        The version has no other adapter: weights that name none are this one's.
+
+    Raises
+    ------
+    StateError
+        Only PEFT could tell which weights belong to it.
+    """
+    named = {short: item for item in items if (short := _without(item.name, name)) is not None}
+    kind = str(config.get("peft_type", ""))
+    hidden = config.get("bias", "none") not in {"none", None} or (
+        "PROMPT" in kind or "TUNING" in kind or kind in {"VBLORA", "PEANUT", "ADAPTION_PROMPT"}
+    )
+    if not named and alone and not any(".base_layer." in item.name for item in items):
+        return list(items)
+    if hidden or not named:
+        msg = f"only PEFT can tell the weights of the adapter {name!r} ({kind}) from the others"
+        raise StateError(msg, hint=_EXPORT)
+    return [replace(item, name=short) for short, item in named.items()]
+
+
+def _without(key: str, adapter: str) -> str | None:
+    """Return the name of a weight in the file of an adapter; None for a weight of another."""
+    whole = f".modules_to_save.{adapter}."
+    if whole in key:
+        return key.replace(whole, ".")
+    if key.endswith(f".lora_magnitude_vector.{adapter}.weight"):
+        return key.removesuffix(f".{adapter}.weight")
+    for end in ("", ".weight", ".bias"):
+        if key.endswith(f".{adapter}{end}"):
+            return key.removesuffix(f".{adapter}{end}") + end
+    return None
+
+
+def plan_weights(
+    items: Iterable[FileTensor], stem: str, dtype: str, shard_bytes: int, *, as_read: bool
+) -> dict[str, PlannedFile | bytes]:
+    """Return the files of some weights, by their names: one, or shards with an index.
+
+    Parameters
+    ----------
+    stem
+        ``model`` or ``adapter_model``.
+    dtype
+        Format of their floats; empty for the stored ones.
+    as_read
+        With the index that ``save_torch_state_dict`` writes, not that of ``save_pretrained``.
+
+    Raises
+    ------
+    InvalidInputError
+        Two have the same name.
+    """
+    cast = CASTS if dtype else ()
+    weights = [Weight(w, replace(w, dtype=dtype) if w.dtype in cast else w) for w in items]
+    shards = _in_shards(weights, shard_bytes)
+    if len(shards) == 1:
+        return {f"{stem}.safetensors": _file(shards[0])}
+    count = len(shards)
+    names = [f"{stem}-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    files: dict[str, PlannedFile | bytes] = dict(zip(names, map(_file, shards), strict=True))
+    sizes: dict[str, int] = {"total_size": sum(one.served.nbytes for one in weights)}
+    if not as_read:
+        elements = (one.served.nbytes // ITEM_BYTES[one.served.dtype] for one in weights)
+        sizes = {"total_parameters": sum(elements), **sizes}
+    places = {w.served.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
+    index = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=not as_read)
+    files[f"{stem}.safetensors.index.json"] = (index + ("" if as_read else "\n")).encode()
+    return files
+
+
+def _in_shards(weights: Sequence[Weight], most: int) -> list[list[Weight]]:
+    """Split weights as huggingface_hub does: a larger one has a shard of its own."""
+    shards: list[list[Weight]] = []
+    current: list[Weight] = []
+    size = 0
+    for weight in weights:
+        nbytes = weight.served.nbytes
+        if nbytes > most:
+            shards.append([weight])
+            continue
+        if size + nbytes > most:
+            shards.append(current)
+            current, size = [], 0
+        current.append(weight)
+        size += nbytes
+    return [*shards, current] if current else shards
+
+
+def _file(weights: Iterable[Weight]) -> PlannedFile:
+    ordered = sorted(weights, key=lambda one: (_ORDER.index(one.served.dtype), one.served.name))
+    names = {one.served.name for one in ordered}
+    if len(names) < len(ordered) or not names.isdisjoint({"", "__metadata__"}):
+        raise InvalidInputError("two weights have one name in the file, or one has none")
+    return PlannedFile(encode_header([one.served for one in ordered]), tuple(ordered))

@@ -219,7 +219,8 @@ def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> TensorE
     for content, leaf in zip(contents, pair, strict=True):
         value = LazyTensor(repo, content, leaf).load()
         try:
-            values.append(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+            ready = isinstance(value, torch.Tensor)
+            values.append(value if ready else torch.as_tensor(value, device="cpu"))
         except (TypeError, ValueError):  # an array of text, for example
             return None
     if values[0].shape != values[1].shape:

@@ -244,7 +244,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _empty(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8)
+    return torch.zeros(size, dtype=torch.uint8, device="cpu")
 
 
 def _packed(message: Message) -> torch.Tensor:

@@ -310,7 +310,7 @@ class _SharedPieces:
             memory = self._spare.pop()
             if memory.untyped_storage().nbytes() >= block.nbytes:
                 return tensor_over(memory.untyped_storage(), torch.uint8, 0, (block.nbytes,), (1,))
-        return torch.empty(block.nbytes, dtype=torch.uint8)
+        return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
 
     def give_back(self, blocks: Iterable[torch.Tensor]) -> None:
         """Take back memory of blocks that were delivered."""

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.chunking import in_batches
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.paths import PathFilter, Pattern, path_text
+from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.renames import Renames
-from ckptstore.format.skeleton import Leaf
+from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
 from ckptstore.states.load import read_records
-from ckptstore.tensors.restore import Restorer, kind_of
+from ckptstore.states.modules import ModuleTarget, metadata_of, values_of
+from ckptstore.states.rename_hints import fitting_rename
+from ckptstore.tensors.narrowing import castable, losses
+from ckptstore.tensors.overlaps import Fill, clashes
+from ckptstore.tensors.restore import Restorer, kind_of, unfillable
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 _log = logging.getLogger("ckptstore")
@@ -44,8 +49,9 @@ class TransferRequest:
     exclude: Sequence[Pattern] | None = None
     rename: Mapping[Pattern, Pattern] | None = None
     """Prefix of a path of the version to the target's name for it."""
-    cast: bool = True
-    """Convert to the dtype of the target, where torch does that without losing the kind."""
+    cast: bool | str = True
+    """Convert to the dtype of the target, where no value changes beyond rounding; with ``lossy``,
+    where torch converts at all."""
     strict: bool | None = None
     """Refuse, before anything is read, unless every name fits; None warns, False says nothing."""
     progress: ProgressCallback = silent
@@ -60,12 +66,16 @@ class Mismatch:
     path: str
     """In the version."""
     why: str
-    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or the
-    unusual property of a tensor that cannot be filled."""
+    """``shape``, ``dtype``, ``lossy`` (a cast would change values beyond rounding), ``shared`` (its
+    memory is filled under another name), ``load_state_dict`` (its module refused the value),
+    ``state_dict`` (its module's state dict does not give back what was loaded), or the unusual
+    property of a tensor that cannot be filled."""
     version_shape: tuple[int, ...]
     version_dtype: str
     target_shape: tuple[int, ...]
     target_dtype: str
+    shared_with: str = ""
+    """The other name of ``shared``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -77,6 +87,8 @@ class TransferReport(Shown):
     """Names of the target that were filled."""
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Of these: dtype in the version and in the target, where they differ."""
+    rounded: dict[str, int] = field(default_factory=dict)
+    """Of these: elements that the cast rounded, where it rounded any."""
     missing: tuple[str, ...] = ()
     """Names of the target that the version, as selected and renamed, does not have."""
     unexpected: tuple[str, ...] = ()
@@ -96,11 +108,12 @@ class TransferReport(Shown):
         parts = [f"{len(self.loaded)} loaded"]
         if self.cast:
             parts[0] += f", {len(self.cast)} of them cast"
+        if self.rounded:
+            parts[0] += f", {len(self.rounded)} rounded"
         named = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": wrong}
         for title, names in named.items():
             if names:
-                more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-                parts.append(f"{len(names)} {title}: {', '.join(names[:_NAMES])}{more}")
+                parts.append(f"{len(names)} {title}: {_few(names)}")
         return "; ".join(parts)
 
 
@@ -110,18 +123,18 @@ _NAMES = 5
 
 def _words(item: Mismatch) -> str:
     found = f"{item.version_dtype}{list(item.version_shape)}"
-    return f"{found} into {item.target_dtype}{list(item.target_shape)}"
+    other = f", memory of {item.shared_with}" if item.shared_with else ""
+    return f"{found} into {item.target_dtype}{list(item.target_shape)}{other}"
 
 
-class _Job(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job(Fill):
     """One leaf to read into one tensor."""
 
-    leaf: Leaf
-    name: str
-    target: torch.Tensor
-    dtype: str
-    """Of the leaf."""
-    nbytes: int
+    dtypes: tuple[str, str]
+    """Of the leaf and of the tensor."""
+    names: list[str]
+    """In the target: of the tensor, and of others over the same memory."""
 
 
 def transfer(
@@ -133,7 +146,8 @@ def transfer(
     ----------
     target
         A module, or nested dicts and lists of tensors and modules. Tensors are filled in place,
-        on their devices; those of modules are their parameters and persistent buffers.
+        on their devices; those of modules are their parameters and persistent buffers. A module
+        that loads more than these, or otherwise, is asked to do so.
 
     Raises
     ------
@@ -141,53 +155,310 @@ def transfer(
         A pattern or a prefix matches nothing.
     InvalidInputError
         Two paths have one name after renaming; the target holds no tensor; nothing fits; or
-        `strict` is set and something does not fit. Nothing was read.
+        `strict` is set and something does not fit. The message names tensors that have changed.
+    StateError
+        The code of a module failed.
     CorruptTensorError, StorageError
         A tensor cannot be read. The target's contents are then undefined.
     """
-    sources = _sources(content, request)
-    targets = dict(_targets(target, ""))
-    if not targets:
-        msg = f"there is no tensor in the target, a {type(target).__name__}"
-        raise InvalidInputError(msg, hint="pass a module, or {'model': model}")
-    jobs, report = _plan(version, content, sources, targets, cast=request.cast)
+    one = _Transfer(repo, version, content, request)
+    fits = one.plan(target)
+    if request.strict or not fits:
+        planned = one.report(planned=True)
+        if not planned.complete:
+            one.check_fit(planned)
+    one.run()
+    report = one.report()
     if not report.complete:
-        _check_fit(report, request.strict, sources, targets)
-    total = sum(job.nbytes for job in jobs)
-    done = 0
-    for batch in _batches(jobs, repo.options.host_bytes):
-        _fill(repo, content, batch)
-        done += sum(job.nbytes for job in batch)
-        request.progress(Progress(stage="read", done=done, total=total))
+        one.check_fit(report, changed=report.loaded)
     return report
 
 
-def _check_fit(
-    report: TransferReport,
-    strict: bool | None,
-    sources: Mapping[str, Leaf],
-    targets: Mapping[str, torch.Tensor],
-) -> None:
-    """Refuse a transfer that loads nothing, or with `strict` not all; else warn, if not disabled.
+class _Transfer:
+    """One load into a target."""
 
-    Raises
-    ------
-    InvalidInputError
-        Names the tensors that do not fit, and the renaming that would make them fit.
-    """
-    if strict is False and report.loaded:
-        return
-    shown = f"{report.version.run}@{report.version.step}"
-    rename = _fitting_rename(sources, targets)
-    if strict or not report.loaded:
-        how = "does not fit the target" if report.loaded else "has nothing that fits the target"
-        otherwise = (
-            "load the matching tensors with strict=False" if report.loaded else "compare the names"
+    def __init__(
+        self, repo: Repo, version: Version, content: Content, request: TransferRequest
+    ) -> None:
+        self._repo, self._version, self._content, self._request = repo, version, content, request
+        self._records = content.manifest.tensors
+        self._sources = _sources(content, request)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._own: dict[str, torch.Tensor] = {}
+        """Tensors of modules that load by themselves; others are in `_tensors`."""
+        self._askers: list[ModuleTarget] = []
+        self._jobs: list[_Job] = []
+        self._metadata: dict[str, Any] = {}
+        self._loaded: dict[str, tuple[str, str]] = {}
+        """Names that were filled; dtype in the version and in the target."""
+        self._rounded: dict[str, int] = {}
+        self._mismatched: dict[str, Mismatch] = {}
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._given: dict[str, tuple[str, str]] = {}
+        """Names that modules are given to load, likewise."""
+        self._taken: set[Path] = set()
+        """Leaves of the values that modules are given."""
+
+    def plan(self, target: object) -> bool:
+        """Find what is read into what, and return whether anything is; nothing is read.
+
+        Raises
+        ------
+        InvalidInputError
+            The target holds no tensor.
+        """
+        for name, value in _targets(target, ""):
+            if isinstance(value, torch.Tensor):
+                self._tensors[name] = value if is_lazy(value) else value.detach()
+                continue
+            asker = ModuleTarget(name, value)
+            self._tensors |= {name: asker.own[name].detach() for name in asker.filled}
+            self._own |= {n: one for n, one in asker.own.items() if n not in self._tensors}
+            if not asker.plain or asker.converts:
+                self._askers.append(asker)
+        if not self._tensors and not any(asker.parts for asker in self._askers):
+            msg = f"there is no tensor in the target, a {type(target).__name__}"
+            raise InvalidInputError(msg, hint="pass a module, or {'model': model}")
+        self._plan_jobs()
+        if any(asker.parts for asker in self._askers):
+            self._plan_parts()
+        self._unexpected = [
+            path_text(leaf.path)
+            for name, leaf in self._sources.items()
+            if name not in self._tensors and leaf.path not in self._taken
+        ]
+        return bool(self._jobs or self._given)
+
+    def _refuse(self, name: str, target: torch.Tensor, why: str, other: str = "") -> None:
+        leaf = self._sources[name]
+        dtype, shape = kind_of(leaf, self._records[leaf.index])
+        self._mismatched[name] = Mismatch(
+            name=name,
+            path=path_text(leaf.path),
+            why=why,
+            version_shape=shape,
+            version_dtype=dtype,
+            target_shape=() if is_lazy(target) else tuple(target.shape),
+            target_dtype=_dtype(target),
+            shared_with=other,
         )
-        hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
-        raise InvalidInputError(f"{shown} {how}: {report}", hint=hint)
-    hint = f"{rename} fits more" if rename else "strict=False says that this is meant"
-    _log.warning("%s fits the target in part: %s -- %s", shown, report, hint)
+
+    def _plan_jobs(self) -> None:
+        jobs: dict[tuple[object, str], _Job] = {}
+        for name in filter(self._sources.__contains__, self._tensors):
+            leaf, target = self._sources[name], self._tensors[name]
+            record = self._records[leaf.index]
+            dtype, shape = kind_of(leaf, record)
+            if why := _refusal(leaf, dtype, shape, target, cast=self._request.cast):
+                self._refuse(name, target, why)
+                continue
+            job = _Job(name, target, leaf, record, (dtype, _dtype(target)), [])
+            source = repr(leaf.node) if leaf.kind == "view" else str(leaf.index)
+            jobs.setdefault((_memory(target), source), job).names.append(name)
+        gone = {other: one for one, other in clashes(jobs.values())}
+        for job, one in gone.items():
+            for name in job.names:
+                self._refuse(name, job.target, "shared", one.name)
+        filled = {memory: job for (memory, _), job in jobs.items() if job not in gone}
+        self._jobs = [*filled.values()]
+        for name, target in self._tensors.items():
+            if name not in self._sources:
+                tied = filled.get(_memory(target))
+                (self._missing if tied is None else tied.names).append(name)
+
+    def _plan_parts(self) -> None:
+        """Find the values that modules load by themselves."""
+        places = {
+            a.start + start: (a, part) for a in self._askers for start, part in a.parts.items()
+        }
+        renames = Renames(self._request.rename or {})
+
+        inner = {""}  # names of what a state dict has below, which is no value itself
+        for name in (*self._own, *places):
+            inner.update(name[:at] for at, sign in enumerate(name) if sign == ".")
+        wanted = PathFilter(self._request.include, self._request.exclude)
+        found = {
+            renames.text(path): (path, node)
+            for path, node in values_of(
+                prune(self._content.node, wanted), (), lambda path: renames.text(path) not in inner
+            )
+        }
+        heads = {path[:-1][:1] for name, (path, _) in found.items() if name in self._own}
+        for name, (path, node) in found.items():
+            starts = ("", *(name[: at + 1] for at, sign in enumerate(name) if sign == "."), name)
+            place = next(filter(None, map(places.get, starts)), None)
+            if place is None or (heads and path[:-1][:1] not in heads):
+                continue
+            self._taken |= {path + leaf.path for leaf in iter_leaves(node)}
+            target, leaf = self._own.get(name), self._sources.get(name)
+            why = ""
+            if leaf is not None and target is not None and not is_lazy(target):
+                dtype = kind_of(leaf, self._records[leaf.index])[0]
+                other = not self._request.cast and dtype != _dtype(target)
+                why = "on the meta device" if target.is_meta else "dtype" if other else ""
+                self._given[name] = dtype, _dtype(target)
+            if why and target is not None:
+                self._refuse(name, target, why)
+            else:
+                place[1][name.removeprefix(place[0].start)] = node
+                self._given.setdefault(name, ("", ""))
+        self._metadata = metadata_of(self._content.node, (), renames)
+        Restorer(["l", *self._nodes()], self._records)  # refuses what cannot be built
+
+    def _nodes(self) -> list[Node]:
+        """Return the values that modules load by themselves."""
+        return [n for one in self._askers for part in one.parts.values() for n in part.values()]
+
+    def _nbytes(self, nodes: Iterable[Node], indices: Iterable[int] = ()) -> int:
+        """Return the bytes of records, and of those below some nodes."""
+        used = {*indices, *(leaf.index for node in nodes for leaf in iter_leaves(node))}
+        return sum(self._records[index].nbytes for index in used)
+
+    def check_fit(self, report: TransferReport, changed: Sequence[str] = ()) -> None:
+        """Refuse a transfer that loads nothing, or with `strict` not all; else warn.
+
+        Raises
+        ------
+        InvalidInputError
+            Names the tensors that do not fit, and the renaming that would make them fit.
+        """
+        strict = self._request.strict
+        if strict is False and report.loaded:
+            return
+        shown = f"{report.version.run}@{report.version.step}"
+        rename = fitting_rename(self._sources, [*self._tensors, *self._own])
+        if strict or not report.loaded:
+            how = "does not fit the target" if report.loaded else "has nothing that fits the target"
+            otherwise = "load what fits with strict=False" if report.loaded else "compare the names"
+            if any(one.why == "lossy" for one in report.mismatched):
+                otherwise = "convert all values, whatever is lost, with cast='lossy'"
+            hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
+            told = f"{shown} {how}: {report}"
+            if changed:
+                told += f"; {len(changed)} have changed: {_few(changed)}"
+            raise InvalidInputError(told, hint=hint)
+        hint = f"{rename} fits more" if rename else "strict=False says that this is meant"
+        _log.warning("%s fits the target in part: %s -- %s", shown, report, hint)
+
+    def report(self, *, planned: bool = False) -> TransferReport:
+        """Return what was loaded; or what is planned to be, as far as that is known."""
+        loaded = self._loaded
+        if planned:
+            loaded = {**self._given, **{n: job.dtypes for job in self._jobs for n in job.names}}
+        return TransferReport(
+            version=self._version,
+            loaded=tuple(loaded),
+            cast={name: pair for name, pair in loaded.items() if pair[0] != pair[1]},
+            rounded=self._rounded,
+            missing=tuple(self._missing),
+            unexpected=tuple(self._unexpected),
+            mismatched=tuple(self._mismatched.values()),
+            read_bytes=self._nbytes(self._nodes(), (job.leaf.index for job in self._jobs)),
+        )
+
+    def run(self) -> None:
+        """Read and fill; casts first, since they may be refused."""
+        total = sum(job.record.nbytes for job in self._jobs) + self._nbytes(self._nodes())
+        done = 0
+        for cast in (True, False):
+            jobs = [job for job in self._jobs if (job.dtypes[0] != job.dtypes[1]) is cast]
+            for batch in _batches(jobs, self._repo.options.host_bytes):
+                self._fill(batch)
+                done += sum(job.record.nbytes for job in batch)
+                self._request.progress(Progress(stage="read", done=done, total=total))
+            if cast and self._request.strict and self._mismatched:
+                self.check_fit(self.report(), changed=[*self._loaded])
+        values = self._values()
+        for asker in self._askers:
+            self._ask(asker, values)
+        if self._askers:
+            self._request.progress(Progress(stage="read", done=total, total=total))
+
+    def _fill(self, batch: Sequence[_Job]) -> None:
+        """Read the leaves of a batch; those of the target's dtype straight into its memory."""
+        exact = {
+            place: job.target
+            for place, job in enumerate(batch)
+            if job.leaf.kind != "numpy" and job.dtypes[0] == job.dtypes[1]
+        }
+        values = self._read([job.leaf.node for job in batch], exact)
+        for place, job in enumerate(batch):
+            if place not in exact:
+                value = _tensor(values[place])
+                if not self._keeps(job.name, value, job.target):
+                    self._missing += job.names[1:]
+                    continue
+                with torch.no_grad():
+                    job.target.copy_(value)
+            self._loaded.update(dict.fromkeys(job.names, job.dtypes))
+
+    def _keeps(self, name: str, value: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether a cast keeps the values, up to rounding, which is counted."""
+        if self._request.cast == "lossy":
+            return True
+        rounded, lost = losses(value, target.dtype)
+        if lost:
+            self._refuse(name, target, "lossy")
+        elif rounded:
+            self._rounded[name] = rounded
+        return not lost
+
+    def _read(self, nodes: Sequence[Node], into: object = None) -> list[Any]:
+        restorer = Restorer(["l", *nodes], self._records, into=into or None, checked=True)
+        read_records(self._repo, self._content, restorer, restorer.needed)
+        values: list[Any] = restorer.build()
+        return values
+
+    def _values(self) -> Iterator[dict[str, Any]]:
+        """Yield the values of each part of a module, in order; those of some are read together."""
+        parts = [(one.start, part) for one in self._askers for part in one.parts.values()]
+        for batch in in_batches(
+            parts, lambda one: self._nbytes(one[1].values()), self._repo.options.host_bytes
+        ):
+            read = iter(self._read([node for _, part in batch for node in part.values()]))
+            for start, part in batch:
+                given = {name: _tensor(next(read)) for name in part}
+                yield {n: value for n, value in given.items() if self._passes(start + n, value)}
+
+    def _passes(self, name: str, value: Any) -> bool:  # noqa: ANN401 - any value
+        """Return whether a module is given a value: unless a cast would lose some of it."""
+        own = self._own.get(name)
+        if own is None or name not in self._sources or is_lazy(own):
+            return True
+        return self._keeps(name, value, own)
+
+    def _ask(self, asker: ModuleTarget, values: Iterator[dict[str, Any]]) -> None:
+        """Have a module load what is not copied to it."""
+        start = asker.start
+        if not asker.plain:
+            about = {
+                f"{module}.".removeprefix(start)[:-1]: values
+                for module, values in self._metadata.items()
+                if f"{module}.".startswith(start)
+            }
+            mine = [name for name in self._missing if name.startswith(start)]
+            missing, unexpected, errors = asker.load(
+                values, about, [name.removeprefix(start) for name in mine]
+            )
+            self._unexpected += [start + name for name in unexpected]
+            given = [name for name in self._given if name.startswith(start)]
+            for error in errors:
+                named = [name for name in given if f"{name.removeprefix(start)}" in error]
+                name = max(named, key=len, default="")
+                if name not in self._own or name not in self._sources:
+                    raise StateError(error, hint="parameters of the target may have changed")
+                self._refuse(
+                    name, self._own[name], "shape" if "size" in error else "load_state_dict"
+                )
+            lost = {*self._unexpected, *self._mismatched}
+            self._loaded.update({n: self._given[n] for n in given if n not in lost})
+            left = [start + n for n in missing if start + n not in self._mismatched]
+            self._missing = [n for n in self._missing if n not in {*mine}] + left
+        for name in asker.converted() if asker.converts else ():
+            if name in self._loaded and name in self._sources:
+                self._refuse(name, {**self._tensors, **self._own}[name], "state_dict")
+                del self._loaded[name]
 
 
 def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:
@@ -209,11 +480,9 @@ def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:
     return found
 
 
-def _targets(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
-    if isinstance(value, torch.nn.Module):
-        value = value.state_dict(keep_vars=True)
-    if isinstance(value, torch.Tensor):
-        yield name, value.detach()
+def _targets(value: object, name: str) -> Iterator[tuple[str, torch.Tensor | torch.nn.Module]]:
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _targets(item, f"{name}.{path_text((key,))}" if name else path_text((key,)))
@@ -222,59 +491,13 @@ def _targets(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:  # no
             yield from _targets(item, f"{name}.{place}" if name else str(place))
 
 
-def _plan(
-    version: Version,
-    content: Content,
-    sources: Mapping[str, Leaf],
-    targets: Mapping[str, torch.Tensor],
-    *,
-    cast: bool,
-) -> tuple[list[_Job], TransferReport]:
-    """Return which leaf is read into which tensor, and the report of it."""
-    jobs: list[_Job] = []
-    mismatched: list[Mismatch] = []
-    also: list[str] = []  # names that share the memory of one that is filled
-    filled: dict[object, int] = {}
-    for name in filter(sources.__contains__, targets):
-        leaf, target = sources[name], targets[name]
-        record = content.manifest.tensors[leaf.index]
-        dtype, shape = kind_of(leaf, record)
-        memory = _memory(target)
-        why = _refusal(leaf, dtype, shape, target, cast=cast)
-        if not why and filled.get(memory, leaf.index) != leaf.index:
-            why = "shared"
-        if why:
-            mismatched.append(
-                Mismatch(
-                    name=name,
-                    path=path_text(leaf.path),
-                    why=why,
-                    version_shape=shape,
-                    version_dtype=dtype,
-                    target_shape=tuple(target.shape),
-                    target_dtype=_dtype(target),
-                )
-            )
-        elif memory in filled:
-            also.append(name)
-        else:
-            filled[memory] = leaf.index
-            jobs.append(_Job(leaf, name, target, dtype, record.nbytes))
-    absent = [name for name in targets if name not in sources]
-    also += [name for name in absent if _memory(targets[name]) in filled]
-    dtypes = {job.name: (job.dtype, _dtype(job.target)) for job in jobs}
-    report = TransferReport(
-        version=version,
-        loaded=(*(job.name for job in jobs), *also),
-        cast={name: (given, own) for name, (given, own) in dtypes.items() if given != own},
-        missing=tuple(name for name in absent if _memory(targets[name]) not in filled),
-        unexpected=tuple(
-            path_text(leaf.path) for name, leaf in sources.items() if name not in targets
-        ),
-        mismatched=tuple(mismatched),
-        read_bytes=sum({job.leaf.index: job.nbytes for job in jobs}.values()),
-    )
-    return jobs, report
+def _tensor(value: Any) -> Any:  # noqa: ANN401 - any value
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"{', '.join(names[:_NAMES])}{more}"
 
 
 def _dtype(target: torch.Tensor) -> str:
@@ -284,27 +507,26 @@ def _dtype(target: torch.Tensor) -> str:
 
 def _memory(target: torch.Tensor) -> object:
     """Return a key that is equal for tensors over the same memory."""
-    if target.is_meta or target.layout != torch.strided or not target.numel():
+    if is_lazy(target) or target.is_meta or target.layout != torch.strided or not target.numel():
         return id(target)
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
 
 
 def _refusal(
-    leaf: Leaf, dtype: str, shape: tuple[int, ...], target: torch.Tensor, *, cast: bool
+    leaf: Leaf, dtype: str, shape: tuple[int, ...], target: torch.Tensor, *, cast: bool | str
 ) -> str:
     """Return why a tensor cannot be filled from a leaf; empty if it can."""
     own_dtype = leaf.kind == "numpy" and isinstance(leaf.node, list) and len(leaf.node) > 2
     if leaf.kind not in _TAKEN or own_dtype:
         return f"{leaf.kind} in the version"
-    if target.is_meta:
-        return "on the meta device"
-    if target.layout != torch.strided or target.is_quantized:
-        return "not a plain strided tensor"
+    if why := unfillable(target):
+        return why
     if tuple(target.shape) != shape:
         return "shape"
     if dtype != _dtype(target):
         known = dtype_named(dtype)
-        if not cast or not torch.can_cast(known, target.dtype):
+        kept = cast == "lossy" or (cast and torch.can_cast(known, target.dtype))
+        if not kept or not castable(known, target.dtype):
             return "dtype"
     return ""
 
@@ -316,79 +538,5 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
     """
     ordered = sorted(jobs, key=lambda job: job.leaf.index)
     tensors = [list(group) for _, group in itertools.groupby(ordered, lambda job: job.leaf.index)]
-    for batch in in_batches(tensors, lambda group: group[0].nbytes, host_bytes):
+    for batch in in_batches(tensors, lambda group: group[0].record.nbytes, host_bytes):
         yield list(itertools.chain.from_iterable(batch))
-
-
-def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
-    """Read the leaves of a batch; those of the target's dtype straight into its memory."""
-    exact = {
-        place: job.target
-        for place, job in enumerate(batch)
-        if job.leaf.kind != "numpy" and job.dtype == _dtype(job.target)
-    }
-    restorer = Restorer(
-        ["l", *(job.leaf.node for job in batch)], content.manifest.tensors, into=exact or None
-    )
-    read_records(repo, content, restorer, restorer.needed)
-    values = restorer.build()
-    with torch.no_grad():
-        for place, job in enumerate(batch):
-            if place not in exact:
-                job.target.copy_(torch.as_tensor(values[place]))
-
-
-# --- the renaming by which names fit --------------------------------------------------------------
-
-_CANDIDATES_MAX = 8
-"""Renamings that are tried. Source: copies of one model in a state, such as averaged weights."""
-
-_NAMES_MAX = 16
-"""Names of the target that renamings are made from. Source: one name may be of a new layer."""
-
-
-def _fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
-    """Return the argument that makes most names of a target fit, as one writes it; or nothing.
-
-    Parameters
-    ----------
-    sources
-        Leaves of the version by the names that the current renaming gives them.
-    targets
-        Names of the target.
-
-    Returns
-    -------
-    str
-        Such as ``rename={'model': ''}``. Empty where one prefix in place of another does not make
-        half of the target's names fit, or no more than fit already.
-    """
-    names = sorted(targets)
-    paths = {path_text(leaf.path) for leaf in sources.values()}
-    best, fits = "", max(len(sources.keys() & names), (len(names) - 1) // 2)
-    for old, new in _candidates(paths, names[:: len(names) // _NAMES_MAX + 1]):
-        count = len({_renamed(path, old, new) for path in paths}.intersection(names))
-        if count > fits:
-            best, fits = f"rename={{{old!r}: {new!r}}}", count
-    return best
-
-
-def _candidates(paths: Iterable[str], names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the prefixes to exchange where a path ends like a name, longest endings first."""
-    wanted = [name.split(".") for name in names]
-    found: Counter[tuple[str, str]] = Counter()
-    for parts in (path.split(".") for path in paths):
-        for name in wanted:
-            same = 0
-            while same < min(len(parts), len(name)) and parts[-1 - same] == name[-1 - same]:
-                same += 1
-            if same:
-                old, new = parts[: len(parts) - same], name[: len(name) - same]
-                found[".".join(old), ".".join(new)] += same
-    return sorted(found, key=lambda pair: (-found[pair], pair))[:_CANDIDATES_MAX]
-
-
-def _renamed(path: str, old: str, new: str) -> str:
-    if old and not path.startswith(f"{old}."):
-        return path
-    return ".".join(filter(None, (new, path[len(old) :].removeprefix("."))))

@@ -15,8 +15,7 @@ from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Version
-from ckptstore.replicas.options import HasRepo
-from ckptstore.replicas.places import name_in
+from ckptstore.replicas.options import HasRepo, name_in
 from ckptstore.repo import Repo, open_repo
 from ckptstore.store.replicating import Place
 from ckptstore.store.store_session import HasSession, Session

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog.refs import parse_ref
@@ -141,7 +141,7 @@ def load_into(
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] | None = None,
     rename: Mapping[Pattern, Pattern] | None = None,
-    cast: bool = True,
+    cast: bool | Literal["lossy"] = True,
     strict: bool | None = None,
     progress: ProgressCallback = silent,
     group: ProcessGroup | None = None,
@@ -154,14 +154,17 @@ def load_into(
         Names the version; see :meth:`resolve`.
     target
         A module, or a state of tensors and modules such as ``{"model": model}``. Parameters
-        and persistent buffers are filled in place, where they are.
+        and persistent buffers are filled in place, where they are. A module with hooks of
+        ``load_state_dict``, extra state, or parameters without memory is asked to load.
     include, exclude
         Patterns of paths of the version; ``["model"]`` keeps the optimizer out of the report.
     rename
         Prefix of a path of the version to what the target calls it: ``{"model": ""}`` for a
         module whose names lie below ``model`` in the version.
     cast
-        Convert values to the target's dtype; if not, another dtype is a mismatch.
+        Convert values to the target's dtype; if not, another dtype is a mismatch. A cast may round;
+        the report counts that. One that would change a value further (overflow, wrap, saturation)
+        is a mismatch, unless this is ``"lossy"``, which converts as ``Tensor.copy_`` does.
     strict
         True: refuse before anything is read unless all names and shapes fit. None: load what
         fits, and name the rest in a warning of the logger ``ckptstore``. False: no warning.
@@ -176,7 +179,10 @@ def load_into(
         The ref, a pattern or a prefix names nothing.
     InvalidInputError
         The target holds no tensor, two paths get one name, nothing of the version fits the
-        target, or `strict` is not met; the hint names the `rename` that fits.
+        target, or `strict` is not met; the hint names the `rename` that fits. Where only the
+        values or the code of a module show that, the message names what has changed.
+    StateError
+        The code of a module failed.
     CorruptTensorError, RankFailedError, StorageError
         A tensor cannot be read; the target may then hold anything.
     """

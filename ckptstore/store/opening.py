@@ -12,8 +12,14 @@ from ckptstore.backends.key_sources import KeyInput, hidden, read_key
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import SYSTEM, Options, cache_path
 from ckptstore.errors import InvalidInputError
-from ckptstore.replicas.options import ReplicaOptions, check_given, open_place, open_target
-from ckptstore.replicas.places import PLACE, name_in
+from ckptstore.replicas.options import (
+    PLACE,
+    ReplicaOptions,
+    check_given,
+    name_in,
+    open_place,
+    open_target,
+)
 from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 

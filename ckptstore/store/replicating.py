@@ -13,8 +13,7 @@ from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed, check_replica_name
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.options import HasRepo, open_target
-from ckptstore.replicas.places import name_in
+from ckptstore.replicas.options import HasRepo, name_in, open_target
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.store_session import HasSession, Session

@@ -239,8 +239,6 @@ def remove(
     self: HasRepo,
     refs: Sequence[str],
     *,
-    keep: LowerLevel | None = None,
-    lossy: Encoding | str | None = None,
     reason: str = "",
     force: bool = False,
     dry_run: bool = False,
@@ -249,11 +247,6 @@ def remove(
 
     Parameters
     ----------
-    keep
-        Delete only a part of each: keep its weights, or its record. This cannot be undone; see
-        :meth:`age`, which does the same. Versions of which no more is kept are left out.
-    lossy
-        As in :meth:`age`.
     reason
         For people who read the log.
     force
@@ -265,25 +258,14 @@ def remove(
     Raises
     ------
     PolicyError
-        One is pinned, or needs `force`; or has no tensors of role ``weights`` to keep. Nothing
-        was deleted.
+        One is pinned, or needs `force`. Nothing was deleted.
     InvalidInputError
-        No version is named; or a reason is given for what the log has no place for one.
+        No version is named.
     """
     from ckptstore.maintenance.retention.remove import remove
-    from ckptstore.maintenance.retention.retain import age, foresee
 
     versions = named_versions(self.repo, refs)
-    if keep is None:
-        return remove(self.repo, versions, reason=reason, force=force, dry_run=dry_run)
-    if reason or not versions:
-        msg = "no version to remove a part of" if not versions else "a part goes without reason"
-        raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
-    target = _lowered(keep, lossy)
-    found = foresee(self.repo, versions, target, force=force, measure=dry_run)
-    if not dry_run:
-        age(self.repo, versions, target, force=force)
-    return found
+    return remove(self.repo, versions, reason=reason, force=force, dry_run=dry_run)
 
 
 def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
@@ -452,7 +452,7 @@ class Run(Shown):
         include: Sequence[Pattern] | None = None,
         exclude: Sequence[Pattern] | None = None,
         rename: Mapping[Pattern, Pattern] | None = None,
-        cast: bool = True,
+        cast: bool | Literal["lossy"] = True,
         strict: bool | None = None,
         progress: ProgressCallback = silent,
         group: ProcessGroup | None = None,

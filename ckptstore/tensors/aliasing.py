@@ -283,12 +283,12 @@ def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
     count = len(cluster)
     if count == 1 or count * (count - 1) // 2 > limits.ALIAS_PAIRS_MAX:
         return [cluster]
-    masks = [_as_array(place) for place in cluster]
+    masks = [memory_array(place.tensor, 4096 + place.start) for place in cluster]
     group_of = list(range(count))
     for i in range(count):
         for j in range(i + 1, count):
             apart = group_of[i] != group_of[j]
-            if apart and cluster[j].start < cluster[i].stop and _share(masks[i], masks[j]):
+            if apart and cluster[j].start < cluster[i].stop and share(masks[i], masks[j]):
                 old, new = group_of[j], group_of[i]
                 group_of = [new if group == old else group for group in group_of]
     groups: dict[int, list[_Place]] = {}
@@ -297,19 +297,21 @@ def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
     return list(groups.values())
 
 
-def _as_array(place: _Place) -> np.ndarray[Any, Any]:
+def memory_array(tensor: torch.Tensor, address: int) -> np.ndarray[Any, Any]:
     """Return a shape at an address that nobody reads: overlap tests on any device."""
+    item = tensor.element_size()
     interface = {
-        "shape": tuple(place.tensor.shape),
-        "strides": tuple(step * place.item for step in place.tensor.stride()),
-        "typestr": f"|V{place.item}",
-        "data": (4096 + place.start, True),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(step * item for step in tensor.stride()),
+        "typestr": f"|V{item}",
+        "data": (address, True),
         "version": 3,
     }
     return np.asarray(types.SimpleNamespace(__array_interface__=interface))
 
 
-def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+def share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Return whether two arrays have a byte in common; also where that is too hard to tell."""
     try:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

@@ -103,12 +103,13 @@ def build_sparse(state: object) -> torch.Tensor:
         warnings.simplefilter("ignore", UserWarning)
         if layout == "coo":
             built = torch.sparse_coo_tensor(
-                indices, values, shape, is_coalesced=coalesced, check_invariants=True
-            )
+                indices, values, shape, device=values.device, is_coalesced=coalesced,
+                check_invariants=True,
+            )  # fmt: skip
         else:
             built = torch.sparse_compressed_tensor(
                 parts["compressed"], indices, values, shape,
-                layout=_BY_NAME[layout], check_invariants=True,
+                device=values.device, layout=_BY_NAME[layout], check_invariants=True,
             )  # fmt: skip
     return dressed(built, flags)
 

@@ -11,12 +11,12 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.format.dtypes import strides_of
@@ -27,7 +27,8 @@ from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, check_record
-from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, extent_of
+from ckptstore.tensors.overlaps import Fill, clashes, overlaps_itself
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str | torch.device] | Callable[..., Any] | None"
@@ -60,6 +61,8 @@ class Restorer:
         lacks are new. Their contents are undefined until the load is done.
     leaves
         The leaves of the skeleton, if known.
+    checked
+        The tensors of `into` are known to fit, and to share no memory.
 
     Raises
     ------
@@ -83,6 +86,7 @@ class Restorer:
         map_location: MapLocation = None,
         into: object = None,
         leaves: Sequence[Leaf] | None = None,
+        checked: bool = False,
     ) -> None:
         self._skeleton = skeleton
         self._records = records
@@ -105,7 +109,7 @@ class Restorer:
         self._targets: dict[Path, torch.Tensor] = {}
         self._direct: dict[int, torch.Tensor] = {}
         if into is not None:
-            self._plan_into(into)
+            self._plan_into(into, checked=checked)
         self._finished: dict[int, Destination] = {}
 
     def stays(self, index: int) -> bool:
@@ -131,7 +135,10 @@ class Restorer:
         """
         tensors = {index: self._finished[index].finish() for index in self.needed}
         self._finished.clear()
-        return Builder(tensors, self._records, self._adapters, self._targets).build(self._skeleton)
+        builder = Builder(tensors, self._records, self._adapters, self._targets)
+        state = builder.build(self._skeleton)
+        count_changes(self._targets.values())
+        return state
 
     def _place(self, map_location: MapLocation) -> dict[int, torch.device]:
         devices: dict[int, torch.device] = {}
@@ -146,7 +153,7 @@ class Restorer:
             devices.setdefault(leaf.index, known[saved])
         return devices
 
-    def _plan_into(self, into: object) -> None:
+    def _plan_into(self, into: object, *, checked: bool) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
         viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and _is_view(leaf)}
         for path, target in _tensors_of(into, (), 0):
@@ -164,12 +171,21 @@ class Restorer:
                     else "leave it out of into; Store.load_into fills what fits and lists the rest",
                 )
             record = self._records[leaf.index]
-            _check_target(leaf, record, target)
+            if not checked:
+                _check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
             if direct and _decodable(record, target):
                 self._direct[leaf.index] = target
-        _check_apart(self._targets, by_path, self._direct)
+        if checked:
+            return
+        fills = [
+            Fill(path_text(path), target, by_path[path], self._records[by_path[path].index])
+            for path, target in self._targets.items()
+        ]
+        for one, other in clashes(fills):
+            msg = f"{one.name!r} and {other.name!r} share memory in into, but not in the version"
+            raise InvalidInputError(msg, hint="leave one of them out of into")
 
 
 def _device_for(saved: str, map_location: MapLocation) -> torch.device:
@@ -214,13 +230,6 @@ def _saved_device(node: Node) -> str:
 # --- tensors that a load fills in place -----------------------------------------------------------
 
 
-def _is_view(leaf: Leaf) -> bool:
-    """Return whether a leaf is a view of only a part of its record's memory."""
-    node = leaf.node
-    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
-    return isinstance(inner, list) and inner[0] == "V"
-
-
 def _tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.Tensor]]:
     """Return the tensors of a state that lies at `path`, `depth` levels down, with their paths.
 
@@ -257,8 +266,10 @@ def _check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> Non
     where = repr(path_text(leaf.path))
     if leaf.kind in _ON_CPU or leaf.kind == "quantized":
         raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
-    if target.layout != torch.strided or target.is_meta or target.is_quantized:
-        raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
+    if why := unfillable(target):
+        hint = "leave it out of into, or of the load (exclude=)"
+        msg = f"the tensor of into at {where} is not a plain one: it is {why}"
+        raise InvalidInputError(msg, hint=hint)
     dtype, shape = kind_of(leaf, record)
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
         raise InvalidInputError(
@@ -266,6 +277,35 @@ def _check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> Non
             f"{list(target.shape)} in into",
             hint="leave it out of into, or of the load (exclude=)",
         )
+
+
+def _is_view(leaf: Leaf) -> bool:
+    """Return whether a leaf is a view of only a part of its record's memory."""
+    node = leaf.node
+    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
+    return isinstance(inner, list) and inner[0] == "V"
+
+
+def unfillable(target: torch.Tensor) -> str:
+    """Return why torch does not let values be written into a tensor in place; empty if it does."""
+    if is_lazy(target):
+        return "not initialized"
+    if target.is_meta:
+        return "on the meta device"
+    if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(target).__name__}"
+    if target.layout != torch.strided or target.is_quantized:
+        return "not a plain strided tensor"
+    if overlaps_itself(target):
+        return "expanded: its elements share memory"
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, which changes only under torch.inference_mode()"
+    return ""
+
+
+def count_changes(targets: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that tensors were written to, so that no gradient uses their old values."""
+    torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
 
 
 def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
@@ -285,39 +325,3 @@ def _decodable(record: TensorRecord, target: torch.Tensor) -> bool:
     strides = strides_of(record.shape, record.order)
     pairs = zip(record.shape, target.stride(), strides, strict=True)
     return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
-
-
-def _check_apart(
-    targets: Mapping[Path, torch.Tensor],
-    leaves: Mapping[Path, Leaf],
-    direct: Mapping[int, torch.Tensor],
-) -> None:
-    """Refuse memory that would receive two different tensors of the version.
-
-    Parameters
-    ----------
-    targets
-        The tensors to fill.
-    leaves
-        The leaves of the version.
-    direct
-        By record: the tensor that receives its decoded bytes.
-
-    Raises
-    ------
-    InvalidInputError
-        Two tensors share memory; names their paths.
-    """
-    spans: list[tuple[str, int, int, int, Path]] = []
-    for path, target in targets.items():
-        leaf = leaves[path]
-        if leaf.index in direct and target.numel():
-            start = target.data_ptr()
-            stop = start + extent_of(target) * target.element_size()
-            spans.append((str(target.device), start, stop, leaf.index, path))
-    spans.sort(key=lambda span: span[:3])
-    for before, after in itertools.pairwise(spans):
-        if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
-            a, b = path_text(before[4]), path_text(after[4])
-            msg = f"{a!r} and {b!r} share memory in into, but are two tensors in the version"
-            raise InvalidInputError(msg, hint="leave one of them out of into")

@@ -14,8 +14,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import InvalidInputError
-from ckptstore.resuming.comparison import ResumeReport
-from ckptstore.resuming.leaves import has_state
+from ckptstore.resuming.comparison import ResumeReport, has_state
 
 
 class Trainer(Protocol):

@@ -13,7 +13,7 @@ import torch
 from buckets import AzureBucket, S3Bucket
 
 import ckptstore
-from ckptstore.backends.posix_stream import PosixWriter
+from ckptstore.backends.posix import PosixWriter
 from ckptstore.errors import StorageFullError
 
 Cli = Callable[..., Any]

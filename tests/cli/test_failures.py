@@ -16,8 +16,7 @@ from typer.main import get_command
 import ckptstore.cli
 from ckptstore import errors
 from ckptstore.cli import ls_cmd
-from ckptstore.cli.error_text import EXIT_CODES
-from ckptstore.cli.main import COMMANDS, build_app
+from ckptstore.cli.main import COMMANDS, EXIT_CODES, build_app
 from ckptstore.errors import CkptStoreError
 
 Cli = Callable[..., Any]

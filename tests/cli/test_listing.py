@@ -150,7 +150,8 @@ def test_show_document(cli: Cli, history: Path) -> None:
 
 def test_show_of_a_record_has_all_but_the_tensors(cli: Cli, store_path: Path) -> None:
     """Metadata, metrics, lineage and the receipt are kept, so they are shown; tensors are not."""
-    cli("rm", "gpt@400", "--keep", "record", "-s", store_path)
+    with ckptstore.open(store_path) as store:
+        store.age(["gpt@400"], "record")
     shown = cli("show", "gpt@400", "--receipt", "-s", store_path)
     assert shown.code == 0
     for text in ("record only", "gpt@300", '"lr": 0.1', "val_loss", "RECEIPT", "pack_bytes"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptstore.catalog.commits import OPS
-from ckptstore.cli import log_text
+from ckptstore.cli import log_cmd
 from tests.cli.conftest import Cli
 
 
 def test_every_operation_has_words() -> None:
     """No operation of the format is without a description in ``ckptstore log``."""
-    assert set(OPS) == set(log_text._DESCRIBE)
+    assert set(OPS) == set(log_cmd._DESCRIBE)
 
 
 def test_copies_name_the_other_store(cli: Cli, store_path: Path, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from ckptstore.cli.main import COMMANDS, build_app, run
-from ckptstore.cli.option_groups import flattened
+from ckptstore.cli.main import COMMANDS, build_app, flattened, run
 
 COUNT = typer.Option("--count", help="How many.")
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptstore.cli.error_text import EXIT_CODES
-from ckptstore.cli.main import COMMANDS, build_app
+from ckptstore.cli.main import COMMANDS, EXIT_CODES, build_app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 _OPTION = r"(?<![\w'\x22-])--?[a-zV][a-z0-9-]*"

@@ -86,7 +86,8 @@ def test_whoever_has_a_record_s_content_is_named(
     assert cli(*hint).code == 0
     cli("replica", "rm", "cold", "-s", store_path)
     assert f"record only; store {store[:8]} has it" in cli("ls", "-s", store_path).out
-    cli("rm", "gpt@300", "--keep", "record", "-s", store_path)
+    with ckptstore.open(store_path) as opened:
+        opened.age(["gpt@300"], "record")
     assert cli("thaw", "gpt@300", "-s", store_path).code == 3
 
 

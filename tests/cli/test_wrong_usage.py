@@ -67,7 +67,6 @@ def test_no_name_of_an_option_is_taken_for_one_of_ours(
         (["show", "gpt@999"], 3, "run 'gpt' has no step 999", "the nearest is 500"),
         (["show", "gpt@250"], 3, "run 'gpt' has no step 250", "the nearest are 200 and 300"),
         (["retain", "--clear", "--set"], 2, "--clear stands alone", "retain [RUN] --clear"),
-        (["rm", "gpt@100", "--lossy", "bf16"], 2, "none are kept", "--keep weights-bf16"),
         (["show", "deadbeef"], 3, "neither a run nor", "ckptstore ls"),
         (["doctor", "--size", "900GiB"], 2, "to measure", "64 MiB"),
         (["retain"], 2, "has no retention policy", "'last 3' for full"),

@@ -11,7 +11,7 @@ from faultproxy import Fault, FaultProxy, Kind
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.backends.patience import ANSWERS
+from ckptstore.backends.bucket import ANSWERS
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SystemEnvironment

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ckptstore.integrations.dcp.plans import balance, offers
+from ckptstore.integrations.dcp.writer import balance, offers
 
 
 def tensor_item(name: str, rows: int, start: int = 0) -> WriteItem:

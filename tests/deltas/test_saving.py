@@ -101,26 +101,6 @@ def test_a_new_keyframe_begins_where_a_delta_is_no_less_than_the_mean(store: Sto
         assert end - start > 1
 
 
-def test_cycles_go_on_in_a_new_process(backends: Backends) -> None:
-    """A store that is opened anew for each save begins keyframes where one that stays open does."""
-
-    def run(*, again: bool) -> list[bool]:
-        backend = backends()
-        store = open_store(backend)
-        found = []
-        weight = torch.randn(16_384, generator=torch.Generator().manual_seed(1)) * 0.02
-        generator = torch.Generator().manual_seed(2)
-        for step in range(9):
-            store = open_store(backend) if again else store
-            found.append(deltas_of(store, store.run("d").save({"w": weight}, step=step)) > 0)
-            weight = weight + torch.randn(16_384, generator=generator) * 1e-3
-        return found
-
-    found = run(again=True)
-    assert found == run(again=False)
-    assert False in found[1:]
-
-
 def test_equal_pieces_share_a_delta_and_what_it_refers_to(store: Store) -> None:
     """A state that is saved again writes nothing, and loads without its parent."""
     _, second = saves(store, range(2))

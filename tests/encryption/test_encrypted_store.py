@@ -18,7 +18,7 @@ import torch
 from buckets import S3Bucket
 
 import ckptstore
-from ckptstore.backends import posix_reserve
+from ckptstore.backends import posix
 from ckptstore.backends.encrypted import EncryptedBackend, EncryptedWriter
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import open_posix
@@ -85,7 +85,7 @@ def test_nothing_but_two_kinds_of_objects_is_legible(store: Store, tmp_path: Pat
     files = [path for path in (tmp_path / "s").rglob("*") if path.is_file()]
     kinds = {path.relative_to(tmp_path / "s").parts[0] for path in files}
     objects = {"store.json", "keys", "commits", "snapshots", "manifests", "packs"}
-    assert kinds == {*objects, posix_reserve.NAME}  # which holds random bytes
+    assert kinds == {*objects, posix.NAME}  # which holds random bytes
     sample = values.numpy().tobytes()[:64]
     for path in files:
         data = path.read_bytes()

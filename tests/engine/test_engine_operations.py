@@ -26,9 +26,9 @@ from ckptstore.engine.engine import open_engine
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 from ckptstore.events import Progress
 from ckptstore.maintenance.check import verify_tasks
+from ckptstore.maintenance.check.integrity_scan import VerifyState
 from ckptstore.maintenance.check.verify import VerifyReport
-from ckptstore.maintenance.check.verify_state import VerifyState
-from ckptstore.objects import copy_tasks
+from ckptstore.objects import copying
 from ckptstore.repo import create_on
 
 CHUNK = 1 << 16
@@ -264,14 +264,14 @@ def test_the_bandwidth_is_that_of_all_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each task has its share of the limit, and of the memory and the threads."""
-    seen: list[copy_tasks.CopyTask] = []
+    seen: list[copying.CopyTask] = []
 
-    def copy(task: copy_tasks.CopyTask) -> Any:  # noqa: ANN401
+    def copy(task: copying.CopyTask) -> Any:  # noqa: ANN401
         seen.append(task)
         return real(task)
 
-    real = copy_tasks.copy_part
-    monkeypatch.setattr(copy_tasks, "copy_part", copy)
+    real = copying.copy_part
+    monkeypatch.setattr(copying, "copy_part", copy)
     with (
         filled(tmp_path / "s", steps=1) as source,
         ckptstore.open(tmp_path / "t", create=True, host_bytes=1 << 28, workers=4) as target,
@@ -302,7 +302,7 @@ def test_workers_may_be_killed_in_the_middle(
             os.kill(pid, signal.SIGKILL)
             killed.set()
 
-        module = verify_tasks if operation == "verify" else copy_tasks
+        module = verify_tasks if operation == "verify" else copying
         taken = module.cut_rows
 
         def cut(*arguments: Any) -> Iterator[Any]:  # noqa: ANN401
@@ -363,7 +363,7 @@ def test_a_task_that_always_kills_ends_the_operation(
     with filled(tmp_path / "s") as source, ckptstore.open(tmp_path / "t", create=True) as target:
         source.replicate(target, ["gpt@0"])
         with monkeypatch.context() as patched:
-            patched.setattr(copy_tasks, "copy_part", tasks.die)
+            patched.setattr(copying, "copy_part", tasks.die)
             patched.setattr(verify_tasks, "look", tasks.die)
             with pytest.raises(WorkerDiedError, match="KilledWorker"):
                 source.replicate(target, executor=cluster.address, workers=2)

@@ -27,7 +27,7 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.manifests import relied_on
-from ckptstore.replicas.places import same_place
+from ckptstore.replicas.options import same_place
 from ckptstore.store.opening import open_target_of
 
 

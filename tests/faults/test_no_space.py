@@ -20,7 +20,7 @@ from faultkit.stores import load_id, trusting
 from threadwatch import threads_left
 
 from ckptstore import limits
-from ckptstore.backends import posix_reserve
+from ckptstore.backends import posix
 from ckptstore.backends.registry import open_backend
 from ckptstore.catalog.policy import Policy
 from ckptstore.config import Options
@@ -122,7 +122,7 @@ def check_freed(store: Store) -> None:
 def test_a_full_disk_is_freed(way: str, patient: bool, tmp_path: Path, disk: Disk) -> None:
     """With 0 bytes left, versions can be deleted and collected; then a save works."""
     with five_versions(tmp_path / "store") as store:
-        reserve = tmp_path / "store" / posix_reserve.NAME
+        reserve = tmp_path / "store" / posix.NAME
         assert reserve.stat().st_size == limits.RESERVE_BYTES
         disk.fill()
         with pytest.raises(StorageFullError) as caught:
@@ -167,7 +167,7 @@ def test_a_full_disk_without_a_reserve(tmp_path: Path, disk: Disk) -> None:
         store.remove(["gpt@1"])
         store.gc()
         store.remove(["gpt@2"])
-        (tmp_path / "store" / posix_reserve.NAME).unlink()
+        (tmp_path / "store" / posix.NAME).unlink()
         disk.fill()
         with pytest.raises(StorageFullError):
             store.remove(["gpt@3"])

@@ -16,10 +16,9 @@ from botocore.exceptions import EndpointConnectionError as NotReachedError
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter, check_key
-from ckptstore.backends.bucket import BucketBackend, CheckRange, parse_bucket_url
+from ckptstore.backends.bucket import BucketBackend, CheckRange, Wait, parse_bucket_url
 from ckptstore.backends.buffered_writer import BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
-from ckptstore.backends.patience import Wait
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter
 from ckptstore.errors import CkptStoreError, CorruptObjectError, StorageError, TransientStorageError

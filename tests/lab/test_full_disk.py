@@ -17,7 +17,7 @@ from labkit.systems import LabPool, LoopDisk, Mounts
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends.posix_reserve import NAME
+from ckptstore.backends.posix import NAME
 from ckptstore.backends.posix_settings import find_fs_type
 from ckptstore.errors import CkptStoreError, StorageFullError
 from ckptstore.store import Store

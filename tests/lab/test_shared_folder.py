@@ -16,8 +16,7 @@ from damaging import flip_pack
 from labkit.campaign import rounds
 
 import ckptstore
-from ckptstore.backends.posix import open_posix
-from ckptstore.backends.posix_reserve import NAME
+from ckptstore.backends.posix import NAME, open_posix
 from ckptstore.store import Store
 
 pytestmark = pytest.mark.lab

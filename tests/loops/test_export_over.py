@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ckptstore.errors import ConflictError, InvalidInputError
-from ckptstore.integrations.export_folder import RECORD, export_folder
 from ckptstore.integrations.files import import_file
-from ckptstore.integrations.pretrained import describe_model
+from ckptstore.integrations.pretrained import RECORD, describe_model, export_folder
 from ckptstore.integrations.transformers import export_pretrained
 from ckptstore.store import Store
 

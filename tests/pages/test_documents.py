@@ -206,7 +206,7 @@ def test_a_histogram_reads_its_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> 
         answer = page(store, "/page/values.json", {"ref": "r", "path": "a"})
         assert answer is not None
         assert 4e6 <= _moved(backend) - before < 4.5e6
-        monkeypatch.setattr("ckptstore.pages.version_documents._ELEMENTS_MAX", 1200)
+        monkeypatch.setattr("ckptstore.pages.site._ELEMENTS_MAX", 1200)
         answer = page(store, "/page/values.json", {"ref": "r", "path": "b"})
     assert answer is not None
     found = json.loads(answer.body)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.format.snapshot import VersionRow, encode_metrics
-from ckptstore.pages.thinning import means, nearest_kept, thinned
+from ckptstore.pages.run_documents import means, nearest_kept, thinned
 
 
 def _rows(parents: list[int]) -> list[VersionRow]:

@@ -142,7 +142,10 @@ class TiersMachine(RuleBasedStateMachine):
         versions = self.cold.versions()
         ref = f"#{versions[draw % len(versions)].id}"
         with contextlib.suppress(PolicyError):
-            self.cold.remove([ref], keep="record" if part else None, force=True)
+            if part:
+                self.cold.age([ref], "record", force=True)
+            else:
+                self.cold.remove([ref], force=True)
         self._look_there()
 
     @precondition(lambda self: not self._is_down)

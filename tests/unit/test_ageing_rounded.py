@@ -428,8 +428,6 @@ def test_a_dry_run_measures_or_estimates(store: ckptstore.Store) -> None:
     assert len(report.roundings) == 2
     assert all(0 < r.rel_l2 < 0.02 and r.max_abs > 0 for r in report.roundings.values())
     assert 0.7 < quick.reclaimable_bytes / report.reclaimable_bytes < 1.3
-    removals = store.remove(["gpt@1"], keep="weights-int8", dry_run=True)
-    assert removals[0].rounding == report.roundings[run.resolve(1).id]
     assert store.resolve("gpt@1").level == "full"
     assert sum(1 for _ in (store.repo.backend.list("packs/"))) == 3
 

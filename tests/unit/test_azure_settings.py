@@ -20,7 +20,7 @@ from ckptstore.errors import (
     MissingDependencyError,
     StoragePermissionError,
 )
-from ckptstore.replicas.places import same_place
+from ckptstore.replicas.options import same_place
 
 KEY = "c3VwM3JzZWNyZXRzdXAzcnNlY3JldA=="
 LINE = f"AccountName=acc;AccountKey={KEY};EndpointSuffix=core.windows.net"

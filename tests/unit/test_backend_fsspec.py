@@ -23,9 +23,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.fsspec_backend import open_fsspec
-from ckptstore.backends.fsspec_errors import is_answer, number_of, translate
 from ckptstore.backends.fsspec_servers import Ftp, Smb, WebDav, system_of
-from ckptstore.backends.fsspec_systems import System
+from ckptstore.backends.fsspec_systems import System, is_answer, number_of, translate
 from ckptstore.config import SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckptstore import limits
-from ckptstore.backends import posix_publish, posix_stream
+from ckptstore.backends import posix, posix_publish
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.posix import PosixBackend, open_posix
 from ckptstore.backends.posix_settings import SETTINGS
@@ -581,7 +581,7 @@ def test_failed_commit_is_not_repeated(
 def test_write_back_errors_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that early write-back reports, which fsync would not repeat, fails the write."""
     monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
-    monkeypatch.setattr(posix_stream, "sync_range", lambda: lambda *_: errno.EIO)
+    monkeypatch.setattr(posix, "sync_range", lambda: lambda *_: errno.EIO)
     writer = open_posix(str(tmp_path)).open_writer("a")
     with pytest.raises(StorageError):
         writer.write(bytes(100))
@@ -600,7 +600,7 @@ def test_write_back_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         return errno.EINVAL
 
     for key, answer in (("a", unknown), ("b", None)):
-        monkeypatch.setattr(posix_stream, "sync_range", lambda answer=answer: answer)
+        monkeypatch.setattr(posix, "sync_range", lambda answer=answer: answer)
         write_by(open_posix(str(tmp_path)), "open_writer", key, bytes(99))
     assert calls == 1
     assert names(tmp_path) == ["a", "b"]
@@ -616,7 +616,7 @@ def test_write_back_follows_the_writer(tmp_path: Path, monkeypatch: pytest.Monke
         seen.append((offset, count, flags))
         return 0
 
-    monkeypatch.setattr(posix_stream, "sync_range", lambda: sync)
+    monkeypatch.setattr(posix, "sync_range", lambda: sync)
     with open_posix(str(tmp_path)).open_writer("a") as writer:
         for _ in range(9):
             writer.write(b"12345")

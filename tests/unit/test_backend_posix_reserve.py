@@ -13,8 +13,7 @@ import pytest
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.posix import open_posix
-from ckptstore.backends.posix_reserve import NAME
+from ckptstore.backends.posix import NAME, open_posix
 from ckptstore.committing import on_reserve
 from ckptstore.errors import StorageFullError
 

@@ -16,7 +16,7 @@ from webserver import Change, Reply, Request, WebServer, certificate
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.backends.patience import ANSWERS
+from ckptstore.backends.bucket import ANSWERS
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.web import open_web
 from ckptstore.config import SYSTEM, SystemEnvironment

@@ -66,13 +66,13 @@ def _delete(store: ckptstore.Store) -> None:
 
 
 def _keep_the_record(store: ckptstore.Store) -> None:
-    store.remove(["r@1"], keep="record")
+    store.age(["r@1"], "record")
     _collect(store)
 
 
 def _move(store: ckptstore.Store) -> None:
     """Round the weights of a version, which then lie in a pack of their own."""
-    store.remove(["r@1"], keep="weights-bf16", lossy="bf16")
+    store.age(["r@1"], "weights-bf16", lossy="bf16")
     _collect(store)
 
 

@@ -21,7 +21,7 @@ from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
-from ckptstore.backends.s3_cold import S3ColdStorage
+from ckptstore.backends.s3 import S3ColdStorage
 from ckptstore.backends.storage_classes import (
     CLASSES,
     STANDARD,

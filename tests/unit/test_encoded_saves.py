@@ -32,9 +32,8 @@ from ckptstore.events import Progress
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
-from ckptstore.saver.arena import Arena
+from ckptstore.saver.arena import Arena, sources_in
 from ckptstore.saver.save_job import CancellationToken, write_job
-from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.states.save import draft_of
 from ckptstore.store import Store
@@ -521,7 +520,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             np.frombuffer(args[2], np.uint8)[: 60 * 300 * 4] ^= 1
             return write_job(*args, **kwargs)
 
-        monkeypatch.setattr("ckptstore.saver.job_writer.write_job", scribble)
+        monkeypatch.setattr("ckptstore.saver.save_job.write_job", scribble)
         pending = run.save_async(_state(seed=3), step=1, encodings=RULES)
         with pytest.raises(TornStateError, match=r"model\.weight"):
             pending.result()

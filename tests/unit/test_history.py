@@ -10,7 +10,7 @@ import torch
 
 import ckptstore
 from ckptstore.catalog.history import history
-from ckptstore.cli.metric_history import sparkline
+from ckptstore.cli.log_cmd import sparkline
 from ckptstore.errors import InvalidInputError, RunNotFoundError, VersionNotFoundError
 
 

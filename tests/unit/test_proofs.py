@@ -440,7 +440,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
                 return write_job(*args, **kwargs)
 
             with monkeypatch.context() as patched:
-                patched.setattr("ckptstore.saver.job_writer.write_job", scribble)
+                patched.setattr("ckptstore.saver.save_job.write_job", scribble)
                 with pytest.raises(TornStateError):
                     run.save_async(state, step=1).result()
             assert len(run.versions()) == 1

@@ -17,7 +17,7 @@ import pytest
 from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
-from ckptstore.backends import posix_reserve
+from ckptstore.backends import posix
 from ckptstore.backends.base import Backend, Capabilities, ObjectInfo, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
@@ -88,7 +88,7 @@ def test_create_by_url_runs_the_real_probe_and_leaves_nothing_else(tmp_path: Pat
         assert repo.superblock.put_if_absent == "atomic"
         repo.check_writable()
     left = sorted(str(p.relative_to(url)) for p in Path(url).rglob("*") if p.is_file())
-    assert left == [posix_reserve.NAME, STORE_KEY]
+    assert left == [posix.NAME, STORE_KEY]
     with open_repo(url) as repo:
         assert repo.catalog.number == 0
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from ckptstore.backends import s3_direct
+from ckptstore.backends.s3_calls import read_settings
 from ckptstore.backends.s3_direct import direct_client
-from ckptstore.backends.s3_settings import read_settings
 
 
 class _Objects(BaseHTTPRequestHandler):

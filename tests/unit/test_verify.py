@@ -14,8 +14,8 @@ from ckptstore import limits
 from ckptstore.catalog import content_ops, lifecycle_ops
 from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback
+from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.maintenance.check.verify import VerifyReport, sample_of
-from ckptstore.maintenance.check.verify_state import Sample
 
 DAY_MS = 24 * 3600 * 1000
 

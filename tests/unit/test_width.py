@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from ckptstore import limits
+from ckptstore.backends.bucket import ANSWERS, MEDIANS, MIN_S, SHARE, Patience
 from ckptstore.backends.httperrors import error_for_answer
-from ckptstore.backends.patience import ANSWERS, MEDIANS, MIN_S, SHARE, Patience
 from ckptstore.backends.width import REST_TICKS, Width, check_requests, moved
 from ckptstore.errors import InvalidInputError, TransientStorageError
 

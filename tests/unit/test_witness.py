@@ -22,8 +22,7 @@ import ckptstore
 from ckptstore.errors import InvalidInputError
 from ckptstore.hashing import blake3_of
 from ckptstore.resuming import witness as witness_module
-from ckptstore.resuming.comparison import Moment
-from ckptstore.resuming.leaves import digests, leaves_of
+from ckptstore.resuming.comparison import Moment, digests, leaves_of
 from ckptstore.testing.check_resume import check_resume
 
 pytestmark = pytest.mark.usefixtures("generators_stay")

@@ -35,6 +35,7 @@ from ckptstore.states.shared_load import SharedLoad
 from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
+from ckptstore.tensors.overlaps import overlaps_itself
 from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 
 _log = logging.getLogger("ckptstore")
@@ -343,9 +344,9 @@ def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
     dtype = dtype_named(entry.dtype)
     plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.layout == torch.strided
     fits = plain and target.is_cpu and target.dtype == dtype and not target.is_conj()
-    if fits and not target.is_neg() and not _overlaps_itself(target):
+    if fits and not target.is_neg() and not overlaps_itself(target):
         return target
-    return torch.empty(tuple(item.lengths), dtype=dtype)
+    return torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
 
 
 def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
@@ -369,11 +370,6 @@ def _has_scheme(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _overlaps_itself(target: torch.Tensor) -> bool:
-    strides = zip(target.stride(), target.shape, strict=True)
-    return any(step == 0 and size > 1 for step, size in strides)
 
 
 Items = list[tuple[ReadItem, Entry]]

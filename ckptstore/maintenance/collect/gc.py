@@ -35,7 +35,7 @@ from ckptstore.format.keys import (
 )
 from ckptstore.format.manifest import outline
 from ckptstore.format.references import References
-from ckptstore.maintenance.check.leftovers import check_log_is_whole
+from ckptstore.maintenance.check.verify import check_log_is_whole
 from ckptstore.maintenance.collect.inline_deltas import Rebased, rebase
 from ckptstore.maintenance.collect.reference_cache import ReferenceCache, gathered
 from ckptstore.maintenance.collect.repack import Repacked, choose, is_sparse, repack
@@ -161,7 +161,7 @@ def gc(
     CorruptObjectError, UnsupportedFeatureError
         The manifest of a live version cannot be read, so that nothing is condemned; it is named.
         Or commits seem to be lost, and it is not forced: see
-        :mod:`ckptstore.maintenance.check.leftovers`.
+        :mod:`ckptstore.maintenance.check.verify`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError

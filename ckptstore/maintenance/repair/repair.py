@@ -30,8 +30,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key
-from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_commits
-from ckptstore.maintenance.check.verify import Level
+from ckptstore.maintenance.check.verify import Level, find_leftovers, report_lost_commits
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.live_set import live_versions
 from ckptstore.maintenance.core.relocate import relocate, still, write_move

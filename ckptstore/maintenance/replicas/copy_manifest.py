@@ -36,7 +36,7 @@ from ckptstore.maintenance.core.live_set import list_objects
 from ckptstore.maintenance.core.relocate import write_alone
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import RoleBytes, Version
-from ckptstore.objects.copy_tasks import ChunkCopies
+from ckptstore.objects.copying import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed, read_index
 from ckptstore.objects.piece_reader import ReadItem, read_pieces

@@ -34,7 +34,7 @@ from ckptstore.maintenance.replicas import copy_manifest, replicate_version
 from ckptstore.maintenance.replicas.evict import Pins
 from ckptstore.maintenance.replicas.replicate_version import Failure
 from ckptstore.model import NamedVersion, Version, naming
-from ckptstore.objects.copy_tasks import ChunkCopies
+from ckptstore.objects.copying import ChunkCopies
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
 

@@ -25,7 +25,7 @@ from ckptstore.maintenance.replicas.copy_manifest import Landed, Orphans, transp
 from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
 from ckptstore.model import NamedVersion, RoleBytes, Version
-from ckptstore.objects.copy_tasks import ChunkCopies
+from ckptstore.objects.copying import ChunkCopies
 from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.repo import Repo
 

@@ -6,8 +6,8 @@ until then a removed version can come back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ckptstore import errors
 from ckptstore.catalog import lifecycle_ops
@@ -17,14 +17,13 @@ from ckptstore.catalog.run_ops import check_not_condemned
 from ckptstore.catalog.state import Op
 from ckptstore.committing import on_reserve
 from ckptstore.format.keys import pack_key
-from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Ref, Version
 from ckptstore.repo import Repo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """One version that was removed, wholly or in part, or would be."""
+    """One version that was removed, or would be."""
 
     version: Version
     obstacle: str
@@ -32,10 +31,6 @@ class Removal:
     reclaimable_bytes: int
     """Stored bytes that no longer have to be kept for it; a collection frees that much at most,
     since other versions may share a part of them."""
-    rounding: Rounding | None = None
-    """Result of rounding its weights, where that was measured."""
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Parts of its state that a reduction to weights takes away, by name: bytes in memory."""
 
 
 def remove(

@@ -28,7 +28,7 @@ from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
+from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.committing import commit_retrying, on_reserve
@@ -37,7 +37,6 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.relocate import record_move, relocate, relocating, write_move
 from ckptstore.maintenance.core.storage_times import Clock, StorageTimes
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh, weights_of
-from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -425,50 +424,6 @@ def age(
 
         commit_retrying(attempt)
     return [version.id for version in chosen]
-
-
-def foresee(
-    repo: Repo,
-    versions: Sequence[Version],
-    target: Target,
-    *,
-    force: bool = False,
-    measure: bool = False,
-) -> list[Removal]:
-    """Return the versions that :func:`age` would change, and what is in the way of each.
-
-    Parameters
-    ----------
-    measure
-        Read and round the tensors that the level rounds, and report the result; else the freed
-        bytes are an estimate from the catalog.
-    """
-    catalog = repo.refresh()
-    recent: list[PieceTable] = []
-    found = []
-    for version in _concerned(versions, target.level):
-        obstacle = ""
-        try:
-            _check(catalog, version, target.level, force=force)
-        except PolicyError as error:
-            obstacle = error.message
-        frees, rounding = reclaimable(version, target.level), None
-        dropped: Mapping[str, int] = {}
-        if measure and not obstacle and target.level != "record":
-            _, dropped = weights_of(repo, version)
-        if measure and target.encodings and not obstacle:
-            lowered = weigh(repo, version, target, recent)
-            frees, rounding = lowered.reclaimable_bytes, lowered.rounding
-        found.append(
-            Removal(
-                version=version,
-                obstacle=obstacle,
-                reclaimable_bytes=frees,
-                rounding=rounding,
-                dropped=dropped,
-            )
-        )
-    return found
 
 
 def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
