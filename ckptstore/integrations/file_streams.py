@@ -78,8 +78,7 @@ class FileWriter(io.RawIOBase):
     def _flush_part(self) -> None:
         """Write the bytes held; they are durable on return."""
         held, self._held = self._held, bytearray()
-        none = torch.empty(0, dtype=torch.uint8, device="cpu")
-        tensor = torch.frombuffer(held, dtype=torch.uint8) if held else none
+        tensor = torch.frombuffer(held or bytearray(1), dtype=torch.uint8)[: len(held)]
         size = self._written + len(held)
         shard = Shard(name=self.name, shape=(size,), offsets=(self._written,), tensor=tensor)
         part = write_part(
