@@ -175,7 +175,7 @@ def _inference() -> torch.Tensor:
         (lambda: torch.eye(4).to_sparse(), "not a plain strided tensor"),
         (lambda: torch.nn.LazyLinear(4).weight, "not initialized"),
     ],
-    ids=str,
+    ids=["expanded", "windows", "inference", "meta", "sparse", "lazy"],
 )
 def test_what_cannot_be_written_in_place_is_refused(
     store: ckptstore.Store, make: Callable[[], torch.Tensor], why: str
