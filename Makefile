@@ -115,7 +115,7 @@ test-lab: $(VENV)/.dev $(SITE_STAMP) ## tests on real storage systems; root on D
 soak: $(AZURITE_STAMP) ## the long form of the campaigns: kills, faults, power cuts
 	$(call TIMED,$(BIN)/python -m pytest -m soak -o faulthandler_timeout=1800 -o timeout=7200 --durations=10 $(TESTS))
 
-planted: $(AZURITE_STAMP) ## plant bugs that lose data, one at a time, and show which test notices each; 9 minutes
+planted: $(AZURITE_STAMP) ## plant bugs that lose data, one at a time, and show which test notices each; a quarter of an hour
 	@$(BIN)/python tests/planted/plant.py
 
 coverage: $(AZURITE_STAMP) $(SITE_STAMP) ## tests, and which lines and branches they miss

@@ -2,6 +2,8 @@
 
 Two clients serve it: ``s3_direct`` (botocore, without an event loop) and ``s3_fsspec`` (s3fs).
 Their errors, and those of urllib3, become errors of the tree by type, status and code.
+
+Storage options, which are those of s3fs, become those of botocore.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Command-line options shared by several commands, and parsers for their values.
 
-Related options form one parameter: a group of :mod:`ckptstore.cli.main`.
+Related options form one parameter: a group, see :func:`ckptstore.cli.main.flattened`.
 """
 
 from __future__ import annotations
