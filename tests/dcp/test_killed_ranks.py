@@ -18,7 +18,7 @@ def test_a_killed_rank_leaves_no_half_version(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_fifty_killed_ranks(tmp_path: Path) -> None:
-    """The long form: fifty kills at random moments, of any rank, the coordinator too."""
+    """The long form: fifty kills at drawn calls, of any rank, the coordinator too."""
     rounds = soak_rounds(50)
     figures = campaign(str(tmp_path / "store"), rounds=rounds, seed=soak_seed(2026))
 

@@ -53,8 +53,8 @@ def test_ranks_on_s3(bucket: S3Bucket) -> None:
 
 
 def test_killed_ranks_on_s3(bucket: S3Bucket) -> None:
-    """A rank is killed at random moments: every version in the bucket is whole."""
-    figures = campaign(bucket.url, bucket.options(), rounds=KILLS, seed=3, last_s=1.5)
+    """A rank is killed at drawn calls: every version in the bucket is whole."""
+    figures = campaign(bucket.url, bucket.options(), rounds=KILLS, seed=3)
 
     print(figures)  # noqa: T201 - for docs/reference/campaigns.md
     assert figures.acknowledged > 0
@@ -66,9 +66,9 @@ def test_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
 
 
 def test_killed_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
-    """A rank is killed at random moments: every version is whole, by the first mount."""
+    """A rank is killed at drawn calls: every version is whole, by the first mount."""
     places: jobs.Url = [str(mount / "killed") for mount in ceph.mounts]
-    figures = campaign(places, rounds=KILLS, seed=4, last_s=1.5)
+    figures = campaign(places, rounds=KILLS, seed=4)
 
     print(figures)  # noqa: T201 - for docs/reference/campaigns.md
     assert figures.acknowledged > 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from faultkit.tripwire import Tripwire
 from metered import MeteredBackend
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,7 +26,7 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.repo import open_on
 from ckptstore.store import Store
-from ckptstore.testing.faulty import Fault, FaultyBackend
+from ckptstore.testing.faulty import Fault, FaultyBackend, When
 from rankkit.groups import Rank
 from rankkit.states import MODELS, blank, differences, mesh_of, sharded, state_of, tensors
 
@@ -228,10 +229,24 @@ def from_another_process(me: Rank, url: str) -> list[str]:
     return problems
 
 
-def save_for_ever(me: Rank, url: Url, first: int, options: dict[str, Any] | None = None) -> None:
-    """Save step after step, reporting the beginning and end of each, until killed."""
+def save_for_ever(
+    me: Rank, url: Url, first: int, options: dict[str, Any] | None = None, doom: Sequence[int] = ()
+) -> None:
+    """Save step after step, reporting the beginning and end of each, until killed.
+
+    With a `doom` of (rank, step, number), that rank kills itself at that one of its calls on files
+    and on the storage from the beginning of the step on.
+    """
     mesh = mesh_of(me.world, 1)
-    with ckptstore.open(place(url, me), **(options or {})) as store:
+    wires: list[Tripwire] = []
+
+    def tick(_call: str, _key: str) -> None:
+        for wire in wires:
+            wire.count()
+
+    each = Fault(times=0, when=When.CALLBACK, callback=tick)
+    backend = FaultyBackend(open_backend(place(url, me), **(options or {})), each)
+    with Store(open_on(backend)) as store:
         run = store.run("killed")
         step = first
         while True:
@@ -240,6 +255,8 @@ def save_for_ever(me: Rank, url: Url, first: int, options: dict[str, Any] | None
                 for n, (name, full) in enumerate(killed_tensors(step).items())
             }
             me.tell(("begins", step))
+            if list(doom[:2]) == [me.rank, step]:
+                wires.append(Tripwire(doom[2], after=False))
             dcp_save({"w": state, "step": step}, storage_writer=CkptStoreWriter(run, step=step))
             me.tell(("saved", step))
             step += 1
