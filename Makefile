@@ -40,7 +40,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 NPM_QUIET := --silent --no-audit --no-fund --no-update-notifier --ignore-scripts --fetch-retries 5
 TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
 
-.PHONY: help demo azurite test test-all test-lab soak planted coverage lint format bench docs site clean
+.PHONY: help demo azurite test short-tier types layers test-all test-lab soak planted coverage lint format bench docs site clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -101,8 +101,16 @@ demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or UR
 
 azurite: $(AZURITE_STAMP) ## install the emulator of Azure that the tests start
 
-test: lint $(AZURITE_STAMP) ## checks, and the short tier of the tests; no root, no network
-	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short --second-run $(TESTS))
+# The checks run beside the tests, and their output comes after that of the tests if one failed.
+test: $(VENV)/.dev $(AZURITE_STAMP) ## checks, and the short tier of the tests; no root, no network
+	$(call TIMED,log=$$(mktemp); trap 'rm -f "$$log"' EXIT; failed=0; \
+	$(MAKE) --no-print-directory lint > "$$log" 2>&1 & checks=$$!; \
+	$(MAKE) --no-print-directory short-tier || failed=1; \
+	if wait $$checks; then tail -n 1 "$$log"; else failed=1; cat "$$log"; fi; \
+	[ $$failed = 0 ] || exit 1)
+
+short-tier:
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short --second-run $(TESTS)
 
 test-all: lint $(AZURITE_STAMP) $(SITE_STAMP) $(DEEPSPEED_STAMP) ## checks, and all tests that need neither root nor network
 	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --durations=10 $(TESTS))
@@ -122,8 +130,13 @@ coverage: $(AZURITE_STAMP) $(SITE_STAMP) ## tests, and which lines and branches 
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)
 
 lint: $(VENV)/.dev ## style, types and layers
-	$(call TIMED,$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/mypy; \
-	$(BIN)/lint-imports --no-cache)
+	$(call TIMED,$(MAKE) --no-print-directory -j2 -k types layers)
+
+types:
+	@$(BIN)/mypy
+
+layers:
+	@$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.dev ## rewrite the sources in the house style, and the pages made from them
 	$(BIN)/ruff check --fix
