@@ -34,7 +34,7 @@ pytest.register_assert_rewrite(
 # pytest --hypothesis-profile=search
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("search"), derandomize=True)
-settings.register_profile("quick", settings.get_profile("steady"), max_examples=30)
+settings.register_profile("quick", settings.get_profile("steady"), max_examples=20)
 settings.load_profile("steady")
 
 # JAX looks for no accelerator; its devices are those of the processor.
@@ -53,13 +53,16 @@ from shortening import ENVIRONMENT, mark_grids  # noqa: E402
 from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
+_SHARING = {"tests/engine": "cluster", "tests/dcp": "ranks", "tests/loops": "ranks"}
+
 
 class _Files(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-    """Keeps the tests of a file on one worker, and those of the engines, which share a cluster."""
+    """Keeps the tests of a file on one worker, and those that share a cluster or a fork server."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "tests/engine" if file.startswith("tests/engine/") else file
+        folder = file.rpartition("/")[0]
+        return _SHARING.get(folder, file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:

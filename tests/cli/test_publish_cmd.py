@@ -119,6 +119,7 @@ def test_a_damaged_version_is_told(cli: Cli, store_path: Path, tmp_path: Path) -
         assert len(public.load("gpt@500")) == 3
 
 
+@pytest.mark.short(sample=6)
 @pytest.mark.parametrize(
     "line",
     [

@@ -33,6 +33,7 @@ def _names() -> list[str]:
     return sorted({name for one in TAKING for name in inspect.signature(one).parameters})
 
 
+@pytest.mark.short(sample=8)
 @pytest.mark.parametrize("name", _names())
 def test_no_name_of_an_option_is_taken_for_one_of_ours(
     cli: Cli, store_path: Path, tmp_path: Path, name: str

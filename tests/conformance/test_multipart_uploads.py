@@ -47,6 +47,7 @@ def test_a_pack_is_one_upload_in_parts(
     backend.close()
 
 
+@pytest.mark.short(sample=6)
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.STATUS_AFTER, Kind.STATUS, Kind.RESET])
 @pytest.mark.parametrize("method", ["POST", "PUT"])
 @pytest.mark.parametrize("skip", [0, 1])
@@ -61,6 +62,7 @@ def test_one_lost_answer_costs_nothing(
     backend.close()
 
 
+@pytest.mark.short(sample=3)
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.STATUS_AFTER, Kind.STATUS, Kind.RESET])
 @pytest.mark.parametrize("skip", [0, 3])
 def test_one_lost_answer_costs_nothing_on_azure(

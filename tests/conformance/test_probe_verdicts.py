@@ -257,6 +257,7 @@ def test_a_listing_out_of_order_is_found_out(order: str) -> None:
             create_on(backend, options=Options(single_writer=single))
 
 
+@pytest.mark.short(sample=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_s3_server_that_lists_out_of_order_is_found_out(
     order: str, s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch

@@ -133,7 +133,7 @@ def test_a_thaw_asks_for_many_packs_at_once(
     assert report.packs.count == report.readable.count > _SAVES
 
 
-@pytest.mark.short(sample=2)
+@pytest.mark.short("save|load")
 @pytest.mark.parametrize(("name", "action", "direction", "least"), OPERATIONS)
 def test_an_operation_is_as_wide_as_the_storage_allows(
     server: Server,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from rankkit.campaign import campaign
+from shortening import is_short
 from soaking import soak_rounds, soak_seed
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_rank_leaves_no_half_version(tmp_path: Path) -> None:
     """After each of a few kills all versions load bit-identical, and none that was seen is lost."""
-    assert campaign(str(tmp_path / "store"), rounds=3, seed=7).acknowledged > 0
+    assert campaign(str(tmp_path / "store"), rounds=2 if is_short() else 5, seed=7).acknowledged > 0
 
 
 @pytest.mark.soak

@@ -62,6 +62,7 @@ def test_the_server_sends_each_byte_once(server: Server) -> None:
     assert in_pairs <= 2.2 * alone / 4
 
 
+@pytest.mark.short("delta|encrypted")
 @pytest.mark.parametrize("form", ["planes", "raw", "delta", "int8", "derived", "encrypted"])
 def test_every_form_is_shared(tmp_path: Path, form: str) -> None:
     """Compressed, delta, quantized, derived, encrypted: the state of a load alone, read once."""

@@ -59,7 +59,7 @@ def test_the_store_that_is_told_lies_of_is_healthy(met: dict[str, dict[str, Any]
     assert set(actions.values()) == {"ok"}
 
 
-@pytest.mark.short(sample=100)
+@pytest.mark.short(sample=50)
 @pytest.mark.parametrize("lie", sorted(LIES))
 def test_a_hostile_store_gives_typed_errors_in_bounded_memory(
     met: dict[str, dict[str, Any]], lie: str

@@ -117,6 +117,7 @@ def check_freed(store: Store) -> None:
     assert store.verify().ok
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize("way", ["remove", "retain"])
 @pytest.mark.parametrize("patient", [False, True], ids=["no grace", "grace"])
 def test_a_full_disk_is_freed(way: str, patient: bool, tmp_path: Path, disk: Disk) -> None:

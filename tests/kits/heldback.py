@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
 from ckptstore.errors import StorageError
 
-__all__ = ["BrokenBackend", "HeldBackend", "OnlyHereBackend", "wait_until_there"]
+__all__ = ["BrokenBackend", "HeldBackend", "KilledBackend", "OnlyHereBackend", "wait_until_there"]
 
 _PATIENCE_S = 300.0
 
@@ -84,6 +85,26 @@ class _BrokenWriter(WrapperWriter):
                 self.inner.write(data)
         else:
             self.inner.write(data)
+
+
+class KilledBackend(WrapperBackend):
+    """Ends another process than the one that made it, right before or after its first commit."""
+
+    def __init__(self, inner: Backend, owner: int, when: str) -> None:
+        super().__init__(inner)
+        self.owner, self.when = owner, when
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object, and end."""
+        mine = os.getpid() != self.owner and key.startswith("commits/")
+        if mine and self.when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.inner.put_if_absent(key, data)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.inner, self.owner, self.when)
 
 
 class OnlyHereBackend(WrapperBackend):

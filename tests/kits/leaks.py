@@ -59,9 +59,11 @@ def assert_no_leak(folder: Path, error: type[BaseException], fail: Callable[[], 
     What the first call loads for good does not count. The error is held while it is looked, so
     that nothing is released only since its last frame went.
     """
+    gc.freeze()  # what is there already: to look through it takes most of a second
     with pytest.raises(error):
         fail()
     gc.collect()  # what only the first error held
+    gc.unfreeze()
     before = descriptors(), temporary_files(folder)
     with pytest.raises(error) as caught:
         fail()

@@ -89,6 +89,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
+@pytest.mark.short("one-few|few-few")
 @pytest.mark.parametrize(
     ("first", "second"),
     [("one", "one"), ("one", "few"), ("few", "one"), ("few", "few"), ("few", "many")],
@@ -124,6 +125,7 @@ def test_an_export_over_an_export_is_the_new_one_at_each_moment_or_the_old_one(
     assert seen[-1]
 
 
+@pytest.mark.short(sample=2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [("adapter", "one1"), ("few1", "adapter"), ("one0", "deep"), ("deep", "few0")],

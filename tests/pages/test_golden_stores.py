@@ -23,6 +23,7 @@ def test_there_are_golden_stores() -> None:
     assert len(OPEN) >= 10
 
 
+@pytest.mark.short(sample=3)
 @pytest.mark.parametrize("name", OPEN)
 def test_golden_stores_have_pages(name: str) -> None:
     """Each run, version and tensor is shown; a leaf without numbers is refused with a reason."""

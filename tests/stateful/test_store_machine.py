@@ -12,8 +12,8 @@ from store_machine import LONG, run
 
 
 def test_clients_beside_collections() -> None:
-    """Thousands of steps of four clients, two thirds in the short tier; no kind always fails."""
-    histories = 40 if is_short() else 60
+    """Thousands of steps of four clients, a third in the short tier; no kind always fails."""
+    histories = 20 if is_short() else 60
     figures = run(histories, 110, same=True)
 
     print(sorted(figures.items()))  # noqa: T201 - shown where the test fails

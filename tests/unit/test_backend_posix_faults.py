@@ -312,6 +312,7 @@ def test_a_disk_without_links_creates_names_by_the_kernels_rename(
     assert names(tmp_path) == ["a", "probe"]
 
 
+@pytest.mark.short(sample=4)
 @NO_LINKS
 @pytest.mark.parametrize("kind", ["", "vfat", "nfs", "parallel"])
 def test_a_single_writer_needs_neither_links_nor_flags(

@@ -136,6 +136,7 @@ def test_unsteady{0}():
 _KILLED = _UNSTEADY.replace("assert was_seen", "was_seen or os._exit(3)")
 
 
+@pytest.mark.short("killed|broken|many|unreadable")
 @pytest.mark.parametrize(
     ("tests", "options", "code", "lines"),
     [
@@ -178,6 +179,7 @@ def test_a_failed_test_runs_once_more(
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "--second-run", *options],
         cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"},
         capture_output=True,
         text=True,
         check=False,

@@ -82,6 +82,7 @@ def test_all_work_at_the_end(tmp_path: Path, form: str, engine: str) -> None:
         assert store.verify().ok
 
 
+@pytest.mark.short("process")
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_a_handler_registered_before_everything(tmp_path: Path, engine: str) -> None:
     """It is called last of all, when the hooks of the saver are over."""

@@ -191,6 +191,7 @@ def _system(name: str) -> Iterator[_Answers | None]:
         yield answers[name]
 
 
+@pytest.mark.short(sample=4)
 @pytest.mark.parametrize(
     "name",
     ["no Linux", "before 5.14", "no memory", "bad address", "a range that is not mapped",

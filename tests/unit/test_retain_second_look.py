@@ -85,6 +85,7 @@ def _assert_loads(place: Path, step: int) -> None:
                 assert torch.equal(loaded[part][name], tensor)
 
 
+@pytest.mark.short(sample=3)
 @pytest.mark.parametrize("rules", ['{ full = "last 1" }', '{ full = "last 1", weights = "all" }'])
 @pytest.mark.parametrize("how", ["delete", "reduce", "damage"])
 def test_let_go_there_at_the_same_moment(

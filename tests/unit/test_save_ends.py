@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from heldback import KilledBackend
 
 import ckptstore
-from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
-from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Options
 from ckptstore.errors import OperationCancelledError, SaverDiedError, StorageError, StorageFullError
 from ckptstore.repo import create_on
@@ -136,30 +134,10 @@ def test_each_end_is_told_once(
     assert (1 in steps) == (end == "durable")
 
 
-class Killed(WrapperBackend):
-    """Ends another process than the one that made it, right before or after its first commit."""
-
-    def __init__(self, inner: Any, owner: int, when: str) -> None:  # noqa: ANN401
-        super().__init__(inner)
-        self.owner, self.when = owner, when
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object, and end."""
-        mine = os.getpid() != self.owner and key.startswith("commits/")
-        if mine and self.when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.inner.put_if_absent(key, data)
-        if mine:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.inner, self.owner, self.when)
-
-
 @pytest.mark.parametrize(("when", "hears"), [("before", "close"), ("after", "result")])
 def test_the_log_tells_what_became_of_a_killed_child(tmp_path: Path, when: str, hears: str) -> None:
     """Killed between commit and answer the save is durable; before its commit it failed."""
-    backend = Killed(open_backend(tmp_path / "s"), os.getpid(), when)
+    backend = KilledBackend(open_backend(tmp_path / "s"), os.getpid(), when)
     store = Store(create_on(backend, options=Options(engine="process")))
     pending = store.run("r").save_async(_state(3), step=3)
     ask = pending.result if hears == "result" else store.close

@@ -86,6 +86,7 @@ def steps(backend: Backend) -> list[int]:
         return [version.step for version in store.versions()]
 
 
+@pytest.mark.short(sample=6)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 99, 100, 101, 205])
 @pytest.mark.parametrize("published", [0, 1, 100, 205])
 def test_the_log_is_found_by_number(count: int, published: int) -> None:

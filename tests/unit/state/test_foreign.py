@@ -66,7 +66,7 @@ FOREIGN: dict[str, Callable[[], Any]] = {
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
     """Return a new store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
+    with ckptstore.open(tmp_path / "store", create=True, engine="thread") as opened:
         yield opened
 
 
