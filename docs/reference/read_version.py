@@ -18,7 +18,7 @@ from blake3 import blake3
 
 OPS = "create-run declare save annotate tag untag fork rollback delete undelete pin unpin relocate"
 OPS += " set-policy verified quarantine condemn swept replicate replicated"
-OPS += " name-replica unname-replica"
+OPS += " name-replica unname-replica set-aside"
 COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
 DTYPES = {k: v for k, v in np.sctypeDict.items() if np.dtype(v).isbuiltin == 1}  # not ml_dtypes'
 DTYPES |= {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
@@ -47,17 +47,32 @@ def envelope(path: Path) -> tuple[dict[str, Any], str]:
     return json.loads(body), digest
 
 
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the commits in order, without the records that a later commit sets aside."""
+    paths, log = {int(path.stem): path for path in folder.glob("[0-9]*/[0-9]*.json")}, []
+    number, due = max(paths, default=0), None
+    while number:
+        require(number in paths, f"{folder}: commit {number} is missing")
+        commit, digest = envelope(paths[number])
+        right = commit["number"] == number and due in (None, digest)
+        require(right, f"{paths[number]}: no chain")
+        log.append(commit)
+        number, due = commit["ops"][0].get("follows", number - 1), commit["previous"]
+        require(0 <= number < commit["number"], f"{folder}: no chain")
+    require(not due, f"{folder}: no chain")
+    return log[::-1]
+
+
 def find_save(store: Path, name: str) -> dict[str, Any]:
     """Return the save operation of the newest version of a run, or of a version's id."""
     body, _ = envelope(store / "store.json")
     needs = (body["magic"], body["format"], *body["features"])
     require(needs == ("ckptstore-store", 1), f"no store that this can read: {needs}")
-    versions, heads, previous = {}, {}, ""
-    for number, path in enumerate(sorted((store / "commits").glob("[0-9]*/[0-9]*.json")), 1):
-        due, (commit, previous) = [number, previous], envelope(path)
-        require([commit["number"], commit["previous"]] == due, f"{path}: no chain")
+    versions, heads = {}, {}
+    for commit in read_log(store / "commits"):
         for op in commit["ops"]:
-            require(op["op"] in OPS.split(), f"{path}: unknown operation {op['op']}")
+            unknown = f"commit {commit['number']}: unknown operation {op['op']}"
+            require(op["op"] in OPS.split(), unknown)
             if op["op"] in ("save", "replicate"):
                 versions[op["version"]] = op
             elif op["op"] == "relocate":
