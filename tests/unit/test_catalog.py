@@ -14,23 +14,28 @@ from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import run_ops
+from ckptstore.catalog import content_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import OPS, Commit, CommitBody, encode_commit, extended
+from ckptstore.catalog.content_ops import Condemn, Move, Quarantine, Relocate, Swept
+from ckptstore.catalog.levels import Level, Part
+from ckptstore.catalog.lifecycle_ops import Delete, Pin
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
 from ckptstore.errors import (
     CommitConflictError,
+    CondemnedError,
     CorruptObjectError,
     InvalidInputError,
     LimitError,
+    PolicyError,
     RunNotFoundError,
     VersionNotFoundError,
 )
 from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import commit_key, manifest_key
+from ckptstore.format.keys import commit_key, manifest_key, pack_key
 from ckptstore.model import RoleBytes
 
 Saving = Callable[..., Build]
@@ -50,6 +55,16 @@ def save_op(version: str = A, run: str = "r", parent: str = "", **fields: Any) -
         content="2" * 64,
         **fields,
     )
+
+
+_NEW = manifest_key(B)
+_PACK = pack_key(B)
+
+
+def move_op(based_on: str = "1" * 64, level: Part = "weights") -> Relocate:
+    """Return the move of version A to another manifest."""
+    pointer = ManifestPointer(key=_NEW, stored_bytes=1, digest="3" * 64)
+    return Relocate(version=A, based_on=based_on, level=level, manifest=pointer, content="2" * 64)
 
 
 def commit_after(catalog: Catalog, *ops: Op) -> Commit:
@@ -138,6 +153,12 @@ def test_a_save_shows_all_it_was_given(
         ([CreateRun(run="x"), Tag(run="x", tag="t", version=A)], "tags a version of run 'r'"),
         ([Untag(run="r", tag="nope")], "no tag 'nope'"),
         ([Untag(run="x", tag="t")], "no run 'x'"),
+        ([Condemn(keys=(_NEW,)), move_op()], "was condemned"),
+        ([Delete(versions=(A,)), move_op()], "changed before"),
+        ([move_op(), move_op()], "changed before"),
+        ([move_op(), move_op("3" * 64, "full")], "more than it has"),
+        ([Pin(version=A), Delete(versions=(A,))], "pinned"),
+        ([Swept(keys=(_PACK,))], "not condemned"),
     ],
 )
 def test_operations_that_break_an_invariant(ops: list[Op], said: str) -> None:
@@ -325,6 +346,44 @@ def test_wishes_that_are_refused(changed: dict[str, Any], error: type[Exception]
     assert len(run_ops.save(catalog, **wish)) == 1
     with pytest.raises(error):
         run_ops.save(catalog, **{**wish, **changed})
+
+
+@pytest.mark.parametrize(
+    ("before", "level", "error"),
+    [
+        ([], "full", None),
+        ([], "record", None),
+        ([Pin(version=A)], "full", None),
+        ([Pin(version=A)], "weights", PolicyError),
+        ([Pin(version=A)], "record", PolicyError),
+        ([Delete(versions=(A,))], "full", CommitConflictError),
+        ([Condemn(keys=(_NEW,))], "full", CondemnedError),
+        ([Condemn(keys=(_PACK,))], "weights", CondemnedError),
+        ([Condemn(keys=(_PACK,)), Swept(keys=(_PACK,))], "full", CondemnedError),
+        ([Condemn(keys=(pack_key(A),))], "full", None),
+        ([Quarantine(versions=(A,))], "full", None),
+    ],
+    ids=[str(number) for number in range(11)],
+)
+def test_moves_that_are_refused(
+    before: list[Op], level: Level, error: type[Exception] | None
+) -> None:
+    """A pinned version loses no content, and no version moves to a condemned manifest or pack."""
+    catalog = folded(CreateRun(run="r"), save_op(A), *before)
+    move = Move(
+        version=A,
+        based_on="1" * 64,
+        level=level,
+        manifest=None if level == "record" else move_op().manifest,
+        content="2" * 64,
+        relies_on=() if level == "record" else (_NEW, _PACK),
+    )
+    if error is None:
+        (op,) = content_ops.relocate(catalog, [move])
+        assert extended(catalog, [commit_after(catalog, op)])[1] is None
+    else:
+        with pytest.raises(error):
+            content_ops.relocate(catalog, [move])
 
 
 def test_tags_and_annotations_name_what_is_there() -> None:
