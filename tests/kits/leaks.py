@@ -23,6 +23,7 @@ class Holding(WrapperBackend):
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self._held: int | None = os.open(os.devnull, os.O_RDONLY)
+        self.url: str = f"holding://{inner.url}"  # what the log calls it, where it is a replica
 
     def close(self) -> None:
         """Close the descriptor."""

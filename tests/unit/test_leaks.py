@@ -78,6 +78,16 @@ def _other_replica(url: Callable[[str], str], folder: Path) -> object:
         return store.replicate("replica:there")
 
 
+def _replica_of_itself(url: Callable[[str], str], _folder: Path) -> object:
+    with ckptstore.open(url("s")) as store:
+        return store.add_replica("self", url("s"))
+
+
+def _target_without_key(url: Callable[[str], str], _folder: Path) -> object:
+    with ckptstore.open(url("s")) as store:
+        return store.replicate(url("t"), to_key=bytes(range(32)))
+
+
 def _job_without_target(url: Callable[[str], str], folder: Path) -> object:
     (folder / "t/store.json").write_bytes(b"{}")
     job = folder / "job.toml"
@@ -92,6 +102,8 @@ FAILURES: dict[str, tuple[type[Exception], Callable[[Callable[[str], str], Path]
     "damaged pack": (errors.CorruptTensorError, _damaged_pack),
     "target is the source": (errors.ConflictError, _same_target),
     "another store in place of a replica": (errors.ReplicaChangedError, _other_replica),
+    "replica that is the store itself": (errors.ConflictError, _replica_of_itself),
+    "target that another key opens": (errors.EncryptionKeyError, _target_without_key),
     "job without a target": (errors.CkptStoreError, _job_without_target),
 }
 
