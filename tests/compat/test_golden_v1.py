@@ -7,42 +7,26 @@ import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from goldenkit import chunks_of, golden
+from goldenkit import FILES, chunks_of, copied, golden, sizes
 
 import ckptstore
+from ckptstore.backends.posix import PosixBackend
 from ckptstore.catalog import snapshots
+from ckptstore.format.references import References, decode_references
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
 
-GOLDEN = golden("v1")
+GOLDEN, COLLECTED = golden("v1"), golden("v1-collected")
 FIRST, SECOND = "4dece9da5a8888fe9c2bac69211d23ba", "47945d30d668d3b4ac077c2793170555"
 RAW, ZSTD = "de1559a6f33ebf3ae6eca845073c2669", "f152bea7abe0d3f17e65ea4c5fce4f1c"
-FILES = {
-    "store.json": 360,
-    "commits/000000/000000000001.json": 924,
-    "commits/000000/000000000002.json": 401,
-    "commits/000000/000000000003.json": 1067,
-    "commits/000000/000000000004.json": 398,
-    "commits/000000/000000000005.json": 397,
-    "commits/000000/000000000006.json": 354,
-    "commits/000000/000000000007.json": 912,
-    "commits/000000/000000000008.json": 912,
-    f"manifests/47/{SECOND}.manifest": 2692,
-    f"manifests/4d/{FIRST}.manifest": 2662,
-    f"manifests/de/{RAW}.manifest": 439,
-    f"manifests/f1/{ZSTD}.manifest": 345,
-    "packs/20/20976b2849da1f7f15cd1a7aabe7fc5f.pack": 7032,
-    "packs/26/26b031412fe073f615c3e0ca21aa0681.pack": 218,
-    "packs/b1/b1ee894a381ae8098e18896bb8116a9e.pack": 71600,
-    "packs/ec/ece7afcf079f8e3b58c905d50c5ec416.pack": 836,
-    "snapshots/000000000004.snap": 685,
-    "snapshots/000000000008.snap": 1010,
-}
+RECORD = "references/000000000006-35ae7bc3.refs"
 
 
 class Money:
@@ -74,9 +58,35 @@ def state() -> dict[str, Any]:
     return loaded
 
 
-def test_every_file_of_the_golden_store_is_there() -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.parent.iterdir()))
+def test_every_file_of_the_golden_stores_is_there(name: str) -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    assert {name: size for name, (size, _) in listed().items()} == FILES
+    assert sizes(golden(name)) == FILES[name]
+
+
+@pytest.mark.parametrize(
+    ("golden_store", "name", "values"),
+    [
+        ("v1-again", "gpt", [2.0, 3.0]),
+        ("v1-again", "vit", [1.0, 2.0]),
+        ("v1-again", "35ee575030efdab59be409148b8b7236", [1.0, 2.0]),  # it came back
+        ("v1-collected", "gpt", [2.0, 3.0, 4.0]),
+        ("v1-pins", "gpt", [3.0, 4.0, 5.0]),
+        ("v1-tiers", "gpt", [1.0, 2.0, 3.0]),
+        ("v1-replica", "gpt", [-1.5, -1.5, -1.5, 3.0]),
+        ("v1-replica", "ft", [-1.5, -1.5, -1.5, -1.5, 4.0]),
+        ("v1-replica", "dae16f7bd36dcd4dfde8ec0e7ef4c7f9", [-1.5, -1.5, -1.5, -1.5, 4.0]),
+    ],
+)
+def test_the_single_file_reads_it_too(
+    reader: ModuleType, golden_store: str, name: str, values: list[float]
+) -> None:
+    """The reader of docs/reference reads versions of other stores, and passes over other records.
+
+    Those are pins, names of replicas and records of references.
+    """
+    found = reader.restore(golden(golden_store), name)["model.w"]
+    assert found[: len(values)].tolist() == values
 
 
 def test_reading_writes_nothing() -> None:
@@ -304,3 +314,40 @@ def test_noise_that_is_stored_raw() -> None:
     assert weights[:6].tolist() == [168, 229, 184, 171, 238, 171]
     assert int(weights.sum()) == 8_919_500
     assert part.tolist() == [254, 117, 59, 21, 67, 183, 190, 22, 118, 76]
+
+
+def test_a_record_of_references() -> None:
+    """Digests of the two live manifests, and the packs that they name."""
+    with ckptstore.open(COLLECTED, read_only=True) as store:
+        digests = [version.manifest_digest for version in store.versions()]
+    # All of a pack is live, but for its header and its trailer.
+    files = FILES[COLLECTED.name]
+    packs = {name[9:41]: size - 64 for name, size in files.items() if name.startswith("packs/")}
+    found = decode_references((COLLECTED / RECORD).read_bytes(), where=RECORD)
+    assert found == References(
+        manifests=frozenset(map(bytes.fromhex, digests)), packs=packs, deltas_settled=True
+    )
+
+
+def test_a_collection_believes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No manifest is read where it is, all are where it is not; nothing changes."""
+    read: list[str] = []
+    files = FILES[COLLECTED.name]
+    plain = PosixBackend.get
+
+    def get(self: PosixBackend, key: str, *, bytes_max: int) -> bytes:
+        read.append(key)
+        return plain(self, key, bytes_max=bytes_max)
+
+    monkeypatch.setattr(PosixBackend, "get", get)
+    for without, count in (((), 0), (("*.refs",), 2)):
+        place = copied(COLLECTED, tmp_path / f"copy-{count}", without=without)
+        with ckptstore.open(place) as store:
+            read.clear()
+            report = store.gc(grace_s=0, orphan_age_s=0)
+        assert not report.condemned["packs"].count
+        assert sum(key.startswith("manifests/") for key in read) == count
+        apart = {name: size for name, size in files.items() if name != RECORD}
+        assert apart.items() <= sizes(place).items()
+        ours = [name for name in sizes(place) if not name.startswith(".")]
+        assert len(ours) == len(files)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header, parse_trailer
 
-__all__ = ["READER", "chunks_of", "copied", "golden", "sizes"]
+__all__ = ["DIGESTS", "FILES", "READER", "chunks_of", "copied", "golden", "sizes"]
+
+_FACTS = json.loads((Path(__file__).parents[1] / "compat" / "golden.json").read_bytes())
+FILES: Final[dict[str, dict[str, int]]] = _FACTS["files"]
+"""The bytes of each file, by golden store and path; they never change."""
+DIGESTS: Final[dict[str, dict[str, dict[str, str]]]] = _FACTS["digests"]
+"""The first 16 bytes of BLAKE3-256 of tensors, by golden store, step and path of the tensor."""
 
 READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
 """The single-file reader, which needs no ckptstore."""
