@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import pytest
 from buckets import S3Bucket
+from doors import BucketDoor, FolderDoor, MemoryDoor
 from local_servers import SECRET
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.encrypted import EncryptedBackend
-from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import open_posix
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import DataKey, salt_of
@@ -25,29 +25,22 @@ from ckptstore.testing.conformance import (
     ListingConformance,
     ObjectConformance,
 )
+from ckptstore.testing.side_door import SideDoor
 
 MATERIAL = bytes(range(32))
 SEGMENT_BYTES = 4096
 """Small, so that the objects of the suite have many."""
 
 
-class SealedSideDoor:
+class SealedSideDoor(SideDoor):
     """Looks at what is stored through a key, but not through the backend under test."""
 
     secrets: ClassVar[tuple[str, ...]] = (MATERIAL.hex(), repr(MATERIAL))
     layout = SegmentLayout(segment_bytes=SEGMENT_BYTES)
 
-    def stored(self, key: str) -> bytes | None:
-        """Return the bytes as they are stored."""
-        raise NotImplementedError
-
-    def store(self, key: str, data: bytes) -> None:
-        """Store bytes as they are."""
-        raise NotImplementedError
-
     def raw_read(self, key: str) -> bytes | None:
         """Decrypt segment by segment."""
-        data = self.stored(key)
+        data = super().raw_read(key)
         if data is None or key == STORE_KEY or key.startswith(KEYS_PREFIX):
             return data
         sealer = DataKey(MATERIAL).sealer(key, salt_of(data[:HEADER_BYTES], where=key))
@@ -61,7 +54,7 @@ class SealedSideDoor:
     def raw_write(self, key: str, data: bytes) -> None:
         """Encrypt segment by segment, with a salt of our own."""
         if key == STORE_KEY or key.startswith(KEYS_PREFIX):
-            self.store(key, data)
+            super().raw_write(key, data)
             return
         sealer = DataKey(MATERIAL).sealer(key, uuid.uuid4().bytes * 2)
         starts = range(0, max(len(data), 1), SEGMENT_BYTES)
@@ -71,7 +64,7 @@ class SealedSideDoor:
             )
             for index, at in enumerate(starts)
         ]
-        self.store(key, b"".join((sealer.header, *parts)))
+        super().raw_write(key, b"".join((sealer.header, *parts)))
 
 
 def encrypted(inner: Backend) -> EncryptedBackend:
@@ -79,41 +72,23 @@ def encrypted(inner: Backend) -> EncryptedBackend:
     return EncryptedBackend(inner, DataKey(MATERIAL), segment_bytes=SEGMENT_BYTES)
 
 
-class TestEncryptedMemory(SealedSideDoor, ObjectConformance, ListingConformance, CreateConformance):
+class TestEncryptedMemory(
+    SealedSideDoor, MemoryDoor, ObjectConformance, ListingConformance, CreateConformance
+):
     """Over memory."""
 
     backend_name = "memory"
 
-    @pytest.fixture
-    def backend(self) -> Iterator[Backend]:
-        """Return a backend on a space that nobody else has."""
-        self.space = MemoryBackend(uuid.uuid4().hex)
-        yield encrypted(MemoryBackend(self.space.url.partition("://")[2]))
-        self.space.close()
-
-    def stored(self, key: str) -> bytes | None:
-        """Look into the dictionary."""
-        item = self.space.objects.get(key)
-        return None if item is None else item.data
-
-    def store(self, key: str, data: bytes) -> None:
-        """Change the dictionary, by the key rules: it holds nothing else."""
-        try:
-            self.space.put(key, data)
-        except ValueError:
-            return
-
-    def raw_keys(self) -> set[str]:
-        """Return the dictionary's keys."""
-        return set(self.space.objects)
+    def opened(self) -> Backend:
+        """Return the backend under test."""
+        return encrypted(super().opened())
 
 
-class TestEncryptedLocal(SealedSideDoor, BackendConformance):
+class TestEncryptedLocal(SealedSideDoor, FolderDoor, BackendConformance):
     """Over files, with processes."""
 
     backend_name = "local"
     kind = ""
-    root: Path
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
@@ -122,25 +97,6 @@ class TestEncryptedLocal(SealedSideDoor, BackendConformance):
         backend = encrypted(open_posix(str(self.root), kind=self.kind))
         yield backend
         backend.close()
-
-    def stored(self, key: str) -> bytes | None:
-        """Read the file."""
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    def store(self, key: str, data: bytes) -> None:
-        """Write the file."""
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def raw_keys(self) -> set[str]:
-        """Walk the tree, hidden files included."""
-        return {
-            path.relative_to(self.root).as_posix()
-            for path in self.root.rglob("*")
-            if path.is_file()
-        }
 
 
 class TestEncryptedNfsSettings(TestEncryptedLocal):
@@ -151,7 +107,7 @@ class TestEncryptedNfsSettings(TestEncryptedLocal):
 
 
 @pytest.mark.short(sample=1)
-class TestEncryptedS3(SealedSideDoor, BackendConformance):
+class TestEncryptedS3(SealedSideDoor, BucketDoor, BackendConformance):
     """Over S3, the server another process."""
 
     backend_name = "s3"
@@ -164,15 +120,3 @@ class TestEncryptedS3(SealedSideDoor, BackendConformance):
         backend = encrypted(open_backend(s3_bucket.url, retry=False, **s3_bucket.options()))
         yield backend
         backend.close()
-
-    def stored(self, key: str) -> bytes | None:
-        """Read by boto3."""
-        return self.bucket.read(key)
-
-    def store(self, key: str, data: bytes) -> None:
-        """Write by boto3."""
-        self.bucket.write(key, data)
-
-    def raw_keys(self) -> set[str]:
-        """List by boto3."""
-        return self.bucket.keys()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from buckets import GcsBucket
+from doors import BucketDoor
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
@@ -14,7 +15,7 @@ from ckptstore.testing.answers import AnswerConformance
 from ckptstore.testing.conformance import BackendConformance
 
 
-class TestGcs(BackendConformance):
+class TestGcs(BucketDoor, BackendConformance):
     """The server is another process; the side door is plain HTTP."""
 
     backend_name = "gcs"
@@ -26,18 +27,6 @@ class TestGcs(BackendConformance):
         backend = open_backend(gcs_bucket.url, retry=False, **gcs_bucket.options())
         yield backend
         backend.close()
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read by HTTP."""
-        return self.bucket.read(key)
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write by HTTP."""
-        self.bucket.write(key, data)
-
-    def raw_keys(self) -> set[str]:
-        """List by HTTP."""
-        return self.bucket.keys()
 
 
 @pytest.mark.short(sample=7)

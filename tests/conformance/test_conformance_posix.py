@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doors import FolderDoor
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.posix import PosixBackend, open_posix
@@ -16,10 +16,8 @@ from ckptstore.errors import ObjectExistsError
 from ckptstore.testing.conformance import BackendConformance
 
 
-class PosixSuite(BackendConformance):
+class PosixSuite(FolderDoor, BackendConformance):
     """Looks at the files themselves."""
-
-    root: Path
 
     @pytest.mark.parametrize("other", [b"else", b"", b"longer than the first"])
     def test_put_keeps_what_is_there(self, backend: Backend, other: bytes) -> None:
@@ -28,25 +26,6 @@ class PosixSuite(BackendConformance):
         with pytest.raises(ObjectExistsError):
             backend.put("a/b", other)
         assert backend.get("a/b", bytes_max=100) == b"same"
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read the file."""
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write the file."""
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def raw_keys(self) -> set[str]:
-        """Walk the tree, hidden files included."""
-        return {
-            os.path.relpath(Path(folder) / name, self.root)
-            for folder, _, names in os.walk(self.root)
-            for name in names
-        }
 
 
 class TestLocal(PosixSuite):

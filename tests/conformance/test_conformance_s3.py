@@ -1,4 +1,4 @@
-"""S3 keeps the contract, through either client, on moto."""
+"""S3 keeps the contract, through either client, on moto; bodies are received in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import urllib3
-from buckets import S3Bucket
+from buckets import AzureBucket, S3Bucket
+from doors import BucketDoor
 from local_servers import SECRET
 
 from ckptstore.backends.base import Backend
@@ -17,7 +18,7 @@ from ckptstore.testing.conformance import BackendConformance
 
 
 @pytest.mark.short(sample=2)
-class TestS3(BackendConformance):
+class TestS3(BucketDoor, BackendConformance):
     """By botocore alone. The server is another process; the side door is boto3."""
 
     backend_name = "s3"
@@ -33,18 +34,6 @@ class TestS3(BackendConformance):
         )
         yield backend
         backend.close()
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read by boto3."""
-        return self.bucket.read(key)
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write by boto3."""
-        self.bucket.write(key, data)
-
-    def raw_keys(self) -> set[str]:
-        """List by boto3."""
-        return self.bucket.keys()
 
 
 @pytest.mark.short(sample=1)
@@ -79,18 +68,20 @@ class TestS3fsAnswers(TestS3Answers):
     client = "s3fs"
 
 
+@pytest.mark.parametrize(("server", "last"), [("s3", "stream"), ("azure", "read_chunked")])
 def test_bytes_are_received_where_they_are_wanted(
-    s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, server: str, last: str
 ) -> None:
     """No library in between takes the body into memory of its own: a later one might."""
-    backend = open_backend(s3_bucket.url, retry=False, client="direct", **s3_bucket.options())
+    bucket: S3Bucket | AzureBucket = request.getfixturevalue(f"{server}_bucket")
+    backend = open_backend(bucket.url, retry=False, **bucket.options())
     data = bytes(range(256)) * 40_000
     backend.put("a", data)
 
     def copied(*_: object, **__: object) -> None:
         pytest.fail("urllib3 copied the body")
 
-    for name in ("read", "readinto", "read1", "stream"):
+    for name in ("read", "readinto", "read1", last):
         monkeypatch.setattr(urllib3.HTTPResponse, name, copied, raising=False)
     parts = [memoryview(bytearray(size)) for size in (64, 5_000_000, 0, 64, 3_000_000)]
     for _ in range(3):  # and the connection is good for another request

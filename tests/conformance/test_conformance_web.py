@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from doors import FolderDoor
 from webserver import WebServer
 
 from ckptstore.backends.base import Backend, ObjectInfo
@@ -45,7 +45,7 @@ class _Served(WrapperBackend):
         self.web.close()
 
 
-class TestWeb(ObjectConformance):
+class TestWeb(FolderDoor, ObjectConformance):
     """Reads by GET, HEAD and ranges."""
 
     backend_name = "web"
@@ -59,25 +59,6 @@ class TestWeb(ObjectConformance):
             backend = _Served(open_posix(str(self.root)), open_web(f"{server.url}/store"))
             yield backend
             backend.close()
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read the file."""
-        path = self.root / key
-        return path.read_bytes() if path.is_file() else None
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write the file."""
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def raw_keys(self) -> set[str]:
-        """Walk the tree."""
-        return {
-            os.path.relpath(Path(folder) / name, self.root)
-            for folder, _, names in os.walk(self.root)
-            for name in names
-        }
 
     test_used_in_a_child = ProcessConformance.test_used_in_a_child
 

@@ -49,30 +49,23 @@ def test_a_pack_is_one_upload_in_parts(
 
 @pytest.mark.short(sample=6)
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.STATUS_AFTER, Kind.STATUS, Kind.RESET])
-@pytest.mark.parametrize("method", ["POST", "PUT"])
-@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize(
+    ("server", "method", "skip", "code"),
+    [
+        *(("s3", method, skip, "InternalError") for method in ("POST", "PUT") for skip in (0, 1)),
+        *(("azure", "PUT", skip, "ServerBusy") for skip in (0, 3)),
+    ],
+)
 def test_one_lost_answer_costs_nothing(
-    s3_bucket: S3Bucket, s3_proxy: FaultProxy, kind: Kind, method: str, skip: int
+    request: pytest.FixtureRequest, server: str, kind: Kind, method: str, skip: int, code: str
 ) -> None:
-    """Of the beginning, a part or the end, whether or not the server had done it."""
-    s3_proxy.set(Fault(kind=kind, method=method, skip=skip, code="InternalError"))
-    backend = _open(s3_bucket, s3_proxy)
+    """Of the beginning, a part, a block, or the end, whether or not the server had done it."""
+    bucket = request.getfixturevalue(f"{server}_bucket")
+    proxy = request.getfixturevalue(f"{server}_proxy")
+    proxy.set(Fault(kind=kind, method=method, skip=skip, code=code))
+    backend = _open(bucket, proxy)
     _put(backend)
-    assert s3_bucket.read(KEY) == DATA
-    backend.close()
-
-
-@pytest.mark.short(sample=3)
-@pytest.mark.parametrize("kind", [Kind.LOST, Kind.STATUS_AFTER, Kind.STATUS, Kind.RESET])
-@pytest.mark.parametrize("skip", [0, 3])
-def test_one_lost_answer_costs_nothing_on_azure(
-    azure_bucket: AzureBucket, azure_proxy: FaultProxy, kind: Kind, skip: int
-) -> None:
-    """Of a block, or of the list of blocks."""
-    azure_proxy.set(Fault(kind=kind, method="PUT", skip=skip, code="ServerBusy"))
-    backend = _open(azure_bucket, azure_proxy)
-    _put(backend)
-    assert azure_bucket.read(KEY) == DATA
+    assert bucket.read(KEY) == DATA
     backend.close()
 
 

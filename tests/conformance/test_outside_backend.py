@@ -10,6 +10,7 @@ from typing import Any
 import outside_backend
 import pytest
 from buckets import S3Bucket
+from doors import BucketDoor
 from local_servers import SECRET
 
 import ckptstore
@@ -27,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.short(sample=1)
-class TestOutsideBackend(BackendConformance):
+class TestOutsideBackend(BucketDoor, BackendConformance):
     """Through the shipped suite, on moto."""
 
     backend_name = "boto"
@@ -41,18 +42,6 @@ class TestOutsideBackend(BackendConformance):
         backend = outside_backend.open_boto(url, endpoint_url=s3_bucket.endpoint_url, **OPTIONS)
         yield backend
         backend.close()
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read by another client."""
-        return self.bucket.read(key)
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write by another client."""
-        self.bucket.write(key, data)
-
-    def raw_keys(self) -> set[str]:
-        """List by another client."""
-        return self.bucket.keys()
 
 
 @pytest.mark.short(sample=3)
