@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rankkit import jobs
-from rankkit.groups import Group, run_ranks
+from rankkit.groups import run_ranks
 
 import ckptstore
 
@@ -89,17 +89,3 @@ def test_what_cannot_be_saved_is_refused_by_all(url: str) -> None:
     for said in by_rank:
         for text, word in zip(said, expected, strict=True):
             assert word in text
-
-
-def test_the_kit_notices_a_rank_that_is_killed() -> None:
-    """A group whose rank dies says so, and leaves no process behind."""
-    with Group(jobs.slowly, 2, 60.0) as group:
-        while not all(group.told):
-            assert group.step(300)
-        group.kill(1)
-        while group.ended[1] is None:
-            assert group.step(300)
-        processes = group._processes
-
-    assert group.ended == [None, ("gone", None)]
-    assert not any(process.is_alive() for process in processes)

@@ -140,8 +140,6 @@ _KILLED = _UNSTEADY.replace("assert was_seen", "was_seen or os._exit(3)")
 @pytest.mark.parametrize(
     ("tests", "options", "code", "lines"),
     [
-        ([_STEADY], [], 0, []),
-        ([_STEADY, _UNSTEADY.format(1)], [], 0, ["unsteady: test_them.py::test_unsteady1"]),
         ([_STEADY, _UNSTEADY.format(1)], ["-n2"], 0, ["unsteady: test_them.py::test_unsteady1"]),
         ([_STEADY, _KILLED.format(2)], ["-n2"], 0, ["unsteady: test_them.py::test_unsteady2"]),
         (
@@ -158,7 +156,7 @@ _KILLED = _UNSTEADY.replace("assert was_seen", "was_seen or os._exit(3)")
         ),
         ([_STEADY, "import missing_module"], [], 2, []),
     ],
-    ids=["passed", "unsteady", "xdist", "killed", "broken", "many", "unreadable"],
+    ids=["xdist", "killed", "broken", "many", "unreadable"],
 )
 def test_a_failed_test_runs_once_more(
     tests: list[str], options: list[str], code: int, lines: list[str], tmp_path: Path

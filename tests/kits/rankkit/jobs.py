@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -334,9 +333,3 @@ def refused(me: Rank, url: str) -> list[str]:
         dist.barrier()
         assert run.versions() == []
     return said
-
-
-def slowly(me: Rank, seconds: float) -> None:
-    """Sleep for a while: tests the kit itself."""
-    me.tell("here")
-    time.sleep(seconds)
