@@ -115,7 +115,7 @@ class _Pair:
 @pytest.mark.parametrize("first", [name for name in OPERATIONS if "there" not in name])
 def test_what_commits_after_another_is_right(base: tuple[Place, Place], first: str) -> None:
     """Whatever came between a plan and its commit, each version is whole, or as was asked for."""
-    for second in sampled(list(OPERATIONS), first):
+    for second in OPERATIONS if first == "verify" else sampled(list(OPERATIONS), first):
         pair = _Pair(base, first, second)
         with pair.hot.open() as store, pair.cold.open() as there:
             told = f"{first}, {second} in between: {pair.did}"
