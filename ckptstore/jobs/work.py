@@ -281,15 +281,20 @@ class _Run:
         }
 
     def _retain_source(self) -> Mapping[str, Any]:
-        """Thin out the source, but for selected versions that the target lacks."""
+        """Thin out the source, but for selected versions that were not read back in the target."""
         return retain_source(
             self.source.repo,
             self.target.repo,
             _selected(self.source, self.job),
             _own_policy(self.job.retain.source),
-            coming=self.replicated.copied if self.replicated and self.dry_run else (),
+            coming=self._coming if self.dry_run else (),
             dry_run=self.dry_run,
         )
+
+    @property
+    def _coming(self) -> Collection[str]:
+        """Ids of the versions that this run has copied, or would copy, and has read back."""
+        return self.replicated.copied if self.replicated and self.job.copy.check else ()
 
     def _retain_target(self) -> Mapping[str, Any]:
         policy = _own_policy(self.job.retain.target)
@@ -304,7 +309,7 @@ class _Run:
             target,
             [version for version in _selected(self.source, self.job) if version.id not in kept],
             missing=partial(missing, target),
-            coming=self.replicated.copied if self.replicated and self.job.copy.check else (),
+            coming=self._coming,
             pin=self.job.retain.pin_evicted,
             dry_run=self.dry_run,
         )
@@ -376,12 +381,13 @@ def retain_source(
     coming: Collection[str],
     dry_run: bool,
 ) -> Mapping[str, Any]:
-    """Apply retention to the source, except to selected versions that the target lacks.
+    """Apply retention to the source, except to selected versions that the target may lack.
 
     The target may lack a version that is too young for the selection, was saved since the
-    selection, or that the target evicted because the source holds it. Versions that go because the
-    target holds them are checked there before, by their objects; and after each commit, by the
-    target's log: versions that the target lost meanwhile are taken back.
+    selection, whose copy was never read back, or that the target evicted because the source holds
+    it. Versions that go because the target holds them are checked there before, by their objects;
+    and after each commit, by the target's log: versions that the target lost meanwhile are taken
+    back.
 
     Parameters
     ----------
@@ -402,11 +408,11 @@ def retain_source(
         recheck, and the last commit was taken back.
     """
     catalog, there = source.refresh(), target.refresh()
-    here = source.superblock.store_id
+    here, other = source.superblock.store_id, target.superblock.store_id
     waiting = {
         version.id
         for version in selected
-        if not _has(there, version) or _rests_on(there, version, here)
+        if not _has(there, version, other) or _rests_on(there, version, here)
     }
     free = {version.id for version in catalog.versions()} - waiting.difference(coming)
     planned = retain(source, policy=policy, dry_run=True, quick=True, free=free)
@@ -414,13 +420,13 @@ def retain_source(
     relied = [
         one.version
         for one in planned.changes
-        if one.version.id in chosen and _holds(target.catalog, one.version)
+        if one.version.id in chosen and _holds(target.catalog, one.version, other)
     ]
     missed = missing(target, relied) if relied else set()
     second = SecondLook(
         here=source,
         there=target,
-        holds=lambda version: _holds(target.catalog, version),
+        holds=lambda version: _holds(target.catalog, version, other),
         done="removed or reduced",
     )
     report = retain(
@@ -463,18 +469,21 @@ def _looking_again(second: SecondLook, relied: Sequence[Version]) -> AfterCommit
     return after
 
 
-def _holds(there: Catalog, version: Version) -> bool:
+def _holds(there: Catalog, version: Version, store: str) -> bool:
     """Return True if the target has the content of a version, by its log as last read."""
-    return _has(there, version) and not is_settled(there.version(version.id))
+    return _has(there, version, store) and not is_settled(there.version(version.id))
 
 
-def _has(there: Catalog, version: Version) -> bool:
-    """Return True if the target has as much of a version as the source, or dropped it itself."""
+def _has(there: Catalog, version: Version, store: str) -> bool:
+    """Return True if the target has as much of a version as the source, or dropped it itself.
+
+    What it has must have been read back there: the source notes its id, `store`, only then.
+    """
     if not there.has_version(version.id):
         return False
     found = there.version(version.id)
     at_least = LEVELS.index(found.level) >= LEVELS.index(version.level)
-    return is_settled(found) or (at_least and not found.damaged)
+    return is_settled(found) or (at_least and not found.damaged and store in version.replicas)
 
 
 def is_settled(there: Version) -> bool:
