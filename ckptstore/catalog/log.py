@@ -56,10 +56,6 @@ class DamagedEnd:
     error: errors.CkptStoreError
 
 
-def _always() -> None:
-    """Allow every commit."""
-
-
 class Log:
     """The log of one store, and the catalog that this process has folded from it.
 
@@ -84,7 +80,7 @@ class Log:
         *,
         by: str = "",
         single_writer: bool = False,
-        check_writable: Callable[[], None] = _always,
+        check_writable: Callable[[], object] = bool,
     ) -> None:
         self._backend = backend
         self._environment = environment
@@ -92,7 +88,8 @@ class Log:
         self.single_writer = single_writer
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
-        self._others = _Interleaving(self._reader.read, by=self._by)
+        self.others: Interleaving = Interleaving(self._reader.read, by=self._by)
+        """Warns of second writers."""
         self.catalog: Catalog = Catalog()
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
         self.opened: bool = False
@@ -110,14 +107,6 @@ class Log:
         self._own: Commit | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
-
-    def befriend(self, pid: int) -> None:
-        """Do not warn of a second writer for the saves of another process of this host."""
-        self._others.befriend(pid)
-
-    def expect_writers(self, run: str) -> None:
-        """Do not warn of a second writer of a run, which has many."""
-        self._others.expect(run)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -273,7 +262,7 @@ class Log:
                 if claim(data, commit):
                     self.catalog, self._own = after, commit
                     self._reader.wrote(commit.number, len(data))
-                    self._others.note(commit, after)
+                    self.others.note(commit, after)
                     self._snapshot_if_due(after)
                     return commit
                 if self._environment.monotonic() >= end:
@@ -388,8 +377,7 @@ class Log:
             self._snapshot = max(self._snapshot, newest)
             if not snapshots.due(catalog.number, self._snapshot):
                 return
-        if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
-            self._snapshot = catalog.number
+        self._write_snapshot(catalog)
 
     def leave_snapshot(self) -> None:
         """Write a snapshot, unless there are hardly any commits after the newest one known here.
@@ -400,10 +388,12 @@ class Log:
         with self._guard():
             catalog = self.catalog
             bound = max(limits.SNAPSHOT_LEFT_COMMITS, catalog.versions_count // 1000)
-            if catalog.number - self._snapshot < bound:
-                return
-            if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
-                self._snapshot = catalog.number
+            if catalog.number - self._snapshot >= bound:
+                self._write_snapshot(catalog)
+
+    def _write_snapshot(self, catalog: Catalog) -> None:
+        if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
+            self._snapshot = catalog.number
 
     def _pause(self, lost: int) -> None:
         bound = min(limits.COMMIT_BACKOFF_CAP_S, limits.COMMIT_BACKOFF_BASE_S * 2 ** min(lost, 20))
@@ -473,7 +463,7 @@ def _unclear(commit: Commit, why: str) -> errors.AmbiguousWriteError:
     return errors.AmbiguousWriteError(msg, hint=hint)
 
 
-class _Interleaving:
+class Interleaving:
     """Notices, once, that another process saves to a run that this process saves to.
 
     Nothing is wrong with such a log: the saves form one line, each with the one before for a

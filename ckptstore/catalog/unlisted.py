@@ -8,6 +8,7 @@ names must exist: a reader of half a copy would otherwise take it for a shorter 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ckptstore import limits
@@ -102,19 +103,17 @@ class Unlisted:
 
 def find(backend: Backend, key: str) -> ObjectInfo | None:
     """Return an object's size and time; None if it is missing."""
-    try:
+    with suppress(ObjectNotFoundError):
         return backend.stat(key)
-    except ObjectNotFoundError:
-        return None
+    return None
 
 
 def read_published(backend: Backend) -> Published | None:
     """Return the index of a published store; None if it has none."""
-    try:
+    with suppress(ObjectNotFoundError):
         data = backend.get(PUBLISHED_KEY, bytes_max=limits.PUBLISHED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return None
-    return decode_published(data, where=PUBLISHED_KEY)
+        return decode_published(data, where=PUBLISHED_KEY)
+    return None
 
 
 def key_records(backend: Backend) -> list[int]:

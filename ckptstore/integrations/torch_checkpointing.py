@@ -112,7 +112,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
         self._store = store
         self._folders = store.run(run)
         self._files = store.run(f"{run}/files")
-        self._repo.log.expect_writers(self._files.name)
+        self._repo.log.others.expect(self._files.name)
         self._retain = retain
 
     # --- files --------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import logging
 import math
 import queue
 import re
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, Final, Self
 from urllib.parse import quote, unquote
 
 from ckptstore.backends.fsspec_backend import without_credentials
+from ckptstore.backends.transfers import start_thread
 from ckptstore.errors import InvalidInputError, StorageError, VersionNotFoundError
 from ckptstore.events import SaveEvent
 from ckptstore.integrations.arguments import check_run
@@ -124,10 +124,10 @@ class Tracking:
         self._waiting: dict[str, None] = {}
         if target is None:
             return
+        self._thread = start_thread(
+            functools.partial(self._work, target), f"ckptstore-{target.kind}"
+        )
         run._session.trackers[run.name, target.kind] = dict(target.about)
-        name = f"ckptstore-{target.kind}"
-        self._thread = threading.Thread(target=self._work, args=(target,), name=name, daemon=True)
-        self._thread.start()
         self._end = run._session.events.observe(self._hear)
         atexit.register(self.close)
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore import errors
+from ckptstore.catalog.replica_ops import find_replica, name_replica
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.options import (
@@ -181,8 +182,6 @@ class Replicas:
         create: bool,
     ) -> ReplicaInfo:
         """Give another store a name; see :meth:`ckptstore.Store.add_replica`."""
-        from ckptstore.catalog.replica_ops import name_replica
-
         check_replica_name(name)
         other: AbstractContextManager[Repo]
         if create:
@@ -204,8 +203,6 @@ class Replicas:
 
     def info(self, name: str) -> ReplicaInfo:
         """Return a replica by its name, as the log has it now; raises NotFoundError."""
-        from ckptstore.catalog.replica_ops import find_replica
-
         return find_replica(self._repo.refresh(), name)
 
     def find(self, name: str) -> Repo:

@@ -16,12 +16,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from multiprocessing import parent_process
 
 from ckptstore import errors, limits
 from ckptstore.backends.stoppable import StoppableBackend
-from ckptstore.backends.transfers import operation
+from ckptstore.backends.transfers import operation, start_thread
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
 from ckptstore.events import Events, SaveEvent
@@ -70,6 +72,8 @@ class WriteBack:
         self._busy = False
         self._closing = False
         self._stopped = False
+        self.exiting: bool = False
+        """The interpreter is ending: of each further save a warning tells that it stays here."""
         self._failure: errors.CkptStoreError | None = None
         self._attempts = 0
         """Number of attempts that ended, well or not."""
@@ -100,22 +104,21 @@ class WriteBack:
             self._asked = self._all = True
             if self._thread is None:
                 name = f"ckptstore-write-back-{self.replica.name}"
-                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._work, name)
             self._changed.notify_all()
 
-    def _hear(self, event: SaveEvent) -> None:
-        if event.kind == "durable":
-            self.saved(event.run, event.version)
-
-    def saved(self, run: str, version: str) -> None:
+    def hear(self, event: SaveEvent) -> None:
         """Hear of a version that became durable; returns at once, whatever happens."""
-        if self._pid != os.getpid():
+        if event.kind != "durable" or self._pid != os.getpid():
             return
         with self._changed:
-            if self._closing or (self._runs is not None and run not in self._runs):
+            if self._runs is not None and event.run not in self._runs:
                 return
-            self._mine[version] = None
+            if self.exiting:
+                _log.warning("%s", self._late(event.version))
+            if self._closing:
+                return
+            self._mine[event.version] = None
             self._asked = self._fresh = True
             self._changed.notify_all()
 
@@ -404,19 +407,16 @@ class WriteBacks:
                 self._repo,
                 self._events,
                 info,
-                lambda: self._replicas.get(self._now_at(info)),
+                # It may have moved since.
+                lambda: self._replicas.get(self._repo.log.catalog.replicas.get(name, info)),
                 bytes_per_s,
                 close_timeout_s,
             )
             found = self._begun.setdefault(key, made)
             if found is made:
-                self._events.observe(made._hear)
+                self._events.observe(made.hear)
         found.cover(wanted)
         return found
-
-    def _now_at(self, info: ReplicaInfo) -> ReplicaInfo:
-        """Return a replica as it is named now: it may have moved."""
-        return self._repo.log.catalog.replicas.get(info.name, info)
 
     def wait(self, version: Version, timeout_s: float | None, replica: str | None) -> Version:
         """Wait until a version is where it is written back to; return it as it is then.
@@ -471,14 +471,27 @@ def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
 _all: weakref.WeakSet[WriteBack] = weakref.WeakSet()
 
 
+@atexit.register
 def _end_all() -> None:
-    """End before the interpreter goes down, if nobody closed the store."""
+    """End before the interpreter goes down, if nobody closed the store.
+
+    Threads that outlive the main one have ended, and so have background saves: the saver, which is
+    imported later, registers its handlers later. A save of a handler that was registered before
+    this one is not written back: a warning names it.
+    """
     for one in list(_all):
+        one.exiting = True
         try:
             one.close(limits.WRITE_BACK_EXIT_S)
         except errors.NotReplicatedError as error:
             _log.warning("%s", error)
 
 
-# As the saver: at the ordinary exit handlers' time no thread can be started any more.
-getattr(threading, "_register_atexit", atexit.register)(_end_all)
+def _end_worker() -> None:
+    """End in a worker of multiprocessing, which may exit without handlers."""
+    if parent_process() is not None:
+        _end_all()
+
+
+with suppress(RuntimeError):  # imported while the interpreter is ending
+    getattr(threading, "_register_atexit", atexit.register)(_end_worker)

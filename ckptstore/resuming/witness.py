@@ -13,6 +13,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ckptstore import errors
+from ckptstore.backends.transfers import start_thread
 from ckptstore.limits import KIB
 from ckptstore.resuming.comparison import (
     GRADIENTS,
@@ -366,12 +368,11 @@ class Witness:
         if not self._first or self._run._session.repo.options.read_only:
             return
         self._threads = [one for one in self._threads if one.is_alive()]
-        args = (token, metadata, version)
-        thread = threading.Thread(
-            target=self._annotate, args=args, name="ckptstore-witness", daemon=True
-        )
-        thread.start()
-        self._threads.append(thread)
+        work = partial(self._annotate, token, metadata, version)
+        try:
+            self._threads.append(start_thread(work, "ckptstore-witness"))
+        except errors.LimitError as error:  # the save is durable without
+            self._unkept(error)
 
     def _annotate(self, token: str, metadata: Mapping[str, Any], version: str) -> None:
         try:
@@ -379,7 +380,10 @@ class Witness:
             if found:
                 self._run.annotate(f"#{found}", metadata=metadata)
         except errors.CkptStoreError as error:  # the training goes on without
-            _log.warning("run %s: the witness was not kept: %s", self._run.name, error)
+            self._unkept(error)
+
+    def _unkept(self, error: errors.CkptStoreError) -> None:
+        _log.warning("run %s: the witness was not kept: %s", self._run.name, error)
 
     def _saved(self, token: str) -> str:
         """Return the version with a token, when it is there; empty if it is not coming."""

@@ -53,7 +53,7 @@ def main(fd: int, parent: int) -> None:
         _send(channel, messages.Ready(problem=problem))
         return
     _send(channel, messages.Ready())
-    repo.log.befriend(parent)
+    repo.log.others.befriend(parent)
     with repo:
         _ChildSaver(repo, channel).serve()
 

@@ -97,7 +97,7 @@ class ProcessEngine:
         self._problem = ""
         start_thread(bool, "ckptstore-try")  # before there is a child, whose word is to be read
         self._process, self._channel = _start()
-        repo.log.befriend(self._process.pid)
+        repo.log.others.befriend(self._process.pid)
         self._reader = start_thread(self._read, "ckptstore-saver")
         try:
             self._send(_setup(repo))

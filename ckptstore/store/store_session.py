@@ -126,8 +126,7 @@ class Session:
             raise late
 
     def _close_replica(self, repo: Repo) -> None:
-        opened: Session | Repo = self._of_replicas.pop(repo, repo)
-        opened.close()
+        self._of_replicas.pop(repo, repo).close()
 
     @property
     def own_saver(self) -> Saver | None:

@@ -100,6 +100,40 @@ def test_a_failure_at_the_end_is_printed(tmp_path: Path) -> None:
     assert "the disk is gone" in _run(tmp_path, "thread", body)
 
 
+WRITTEN_BACK = {
+    "in the background": ("quietly()", True),
+    "exit handler": ("atexit.register(quietly)", True),
+    "thread": ("threading.Thread(target=lambda: (time.sleep(0.5), quietly())).start()", True),
+    "worker": (
+        "import multiprocessing, os\n"
+        "def work():\n"
+        "    store = ckptstore.open(sys.argv[1], engine='thread')\n"
+        "    store.run('r', write_back='cold').save(state, step=1)\n"
+        "worker = multiprocessing.get_context('fork').Process(target=work)\n"
+        "worker.start()\nworker.join()\nos._exit(worker.exitcode)",
+        True,
+    ),
+    "earlier exit handler": ("", False),
+    "replica gone": ("import shutil\nshutil.rmtree(sys.argv[1] + '-cold')\nsave()", False),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN_BACK)
+@pytest.mark.slow
+def test_what_is_not_written_back_at_the_end_is_printed(tmp_path: Path, form: str) -> None:
+    """A save comes to the replica before the process ends, or a warning names the command."""
+    body, comes = WRITTEN_BACK[form]
+    start = "store.add_replica('cold', sys.argv[1] + '-cold', create=True)\n"
+    start += "" if form == "worker" else "store.write_back('cold').wait()\n"
+    first = "atexit.register(lambda: quietly())" if form == "earlier exit handler" else ""
+    said = _run(tmp_path, "thread", start + body, first)
+    with ckptstore.open(tmp_path / "s") as store:
+        assert [version.state for version in store.versions()] == [
+            "replicated" if comes else "durable"
+        ]
+    assert ("ckptstore replicate --to replica:cold" in said) == (not comes)
+
+
 @pytest.fixture
 def no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a store; then have the system refuse every new thread."""
@@ -127,8 +161,10 @@ def test_a_system_without_threads(tmp_path: Path, engine: str) -> None:
             assert pending.durable
         assert torch.equal(run.load(2)["w"], state["w"])
         assert store.verify().ok
-    with pytest.raises(LimitError, match="can't start new thread"):
-        start_thread(lambda: None, "x")
+        store.add_replica("cold", tmp_path / "cold", create=True)
+        for call in (lambda: start_thread(bool, "x"), lambda: store.write_back("cold")):
+            with pytest.raises(LimitError, match="can't start new thread"):
+                call()
 
 
 def test_a_call_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

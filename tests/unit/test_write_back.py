@@ -387,7 +387,7 @@ def test_a_forked_child_has_none_of_it(tiers: Tiers) -> None:
     one = tiers.hot.write_back("cold", runs=["gpt"])
     one.wait(timeout_s=_PATIENCE_S)
     one._pid += 1  # as a child sees it
-    one.saved("gpt", "0" * 32)
+    one.hear(tiers.hot.repo.save_event("durable", "gpt", 1, "0" * 32))
     assert one.pending == 0
     with pytest.raises(NotReplicatedError, match="forked"):
         one.wait()

@@ -88,19 +88,15 @@ def mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[Com
         if entry.copy is None and entry in end and (due or entry.number == 1):
             _find_likely(repo, sources, entry, due)
         if entry.copy is not None and entry.copy.body.previous != due and before.number:
-            entry.copy, entry.why = (
-                None,
-                "what the second store has does not follow the commit before",
-            )
+            entry.copy = None
+            entry.why = "what the second store has does not follow the commit before"
     alone = repo.options.single_writer
     for entry in lost:
         if entry.copy is not None and entry.error and not alone and entry not in end:
-            entry.copy, entry.why = (
-                None,
-                (
-                    "the copy is the right one, but this name is taken by the damaged object: open "
-                    "the store as a single writer to have it replaced, or move it away"
-                ),
+            entry.copy = None
+            entry.why = (
+                "the copy is the right one, but this name is taken by the damaged object: open "
+                "the store as a single writer to have it replaced, or move it away"
             )
     back = [e for e in lost if e.copy is not None and (alone or not e.error)]
     if not dry_run:
@@ -200,10 +196,9 @@ def _proof(repo: Repo, entry: _Entry, entries: dict[int, _Entry], evidence: dict
 
 
 def _bytes_at(backend: Backend, number: int) -> bytes | None:
-    try:
+    with suppress(errors.NotFoundError, errors.CorruptObjectError):
         return backend.get(commit_key(number), bytes_max=limits.COMMIT_BYTES_MAX)
-    except (errors.NotFoundError, errors.CorruptObjectError):
-        return None
+    return None
 
 
 def _find_copy(sources: Sequence[Repo], entry: _Entry, digest: str) -> None:
