@@ -49,7 +49,7 @@ def test_who_saves_for_this_process_is_no_other(
 ) -> None:
     """A process that was befriended may save in between; a third one may not."""
     ann, child = (Log(memory, environment, by=f"ann@a {pid}") for pid in (1, 7))
-    ann.befriend(7)
+    ann.others.befriend(7)
     with caplog.at_level(logging.WARNING, "ckptstore"):
         ann.append(saving("gpt", 1))
         child.append(saving("gpt", 2))
