@@ -44,7 +44,7 @@ ARGUMENTS = {
     "publish": "gpt@100 --to public",
     "replicate": "--to copy",
     "replica": "ls",
-    "evict": "gpt@100",
+    "evict": "gpt@100 --replica cold",
     "archive": "--class GLACIER",
     "thaw": "gpt@100",
     "key": "id",
