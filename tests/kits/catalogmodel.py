@@ -38,6 +38,7 @@ class Row:
     abandoned: bool = False
     """A rollback left it beside the line of its run."""
     pinned: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     """Keys of its manifest and of the packs that this names."""
 
@@ -112,6 +113,8 @@ class CatalogModel:
             row = self.rows[op["version"]]
             assert kind == "unpin" or not row.deleted
             row.pinned = kind == "pin"
+        elif kind == "annotate":
+            self.rows[op["version"]].metrics |= op.get("metrics", {})
         elif kind == "tag":
             self.tags[op["run"], op["tag"]] = op["version"]
         elif kind == "untag":
@@ -122,6 +125,7 @@ class CatalogModel:
         fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
         key = op["manifest"]["key"]
         row = Row(op["version"], op["run"], op["step"], op["parent"], key, self.number)
+        row.metrics = dict(op.get("metrics", {}))
         if fork:
             assert op["parent"] == fork[0]["source"]
             source = self.rows[fork[0]["source"]]

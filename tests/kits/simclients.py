@@ -19,6 +19,7 @@ from ckptstore.backends.base import (
 )
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.config import Options
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError
 from ckptstore.repo import Finding, open_on
@@ -119,6 +120,11 @@ class SimClient:
                 self.dead = True
                 raise Crash
             return result
+
+    @property
+    def known(self) -> Catalog | None:
+        """The catalog that the client has read so far."""
+        return None if self._store is None else self._store.repo.log.catalog
 
     def _opened(self) -> Store:
         if self._store is None:

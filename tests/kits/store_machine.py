@@ -4,6 +4,7 @@ Saves, forks, rollbacks, tags, metrics, pins, removals, undeletes, ageing, reten
 collections, most without any grace or patience; messages are lost, late or doubled, and clients
 die. The oracle reads the stored commits itself, and checks:
 
+- every acknowledged save is in the log once, and no refused one is; readers see the same;
 - no live version ever names a condemned object, and all objects that it names are stored;
 - every live version loads, equal to the saved state bit by bit;
 - no pinned version is ever deleted or aged; retention deletes no head, no tagged version, and none
@@ -31,7 +32,8 @@ from simulated_environment import SimulatedEnvironment, Skewed
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import CkptStoreError, IntegrityError, ObjectExistsError
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.errors import AmbiguousWriteError, CkptStoreError, IntegrityError, ObjectExistsError
 from ckptstore.format.keys import (
     MANIFESTS_PREFIX,
     PACKS_PREFIX,
@@ -116,6 +118,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.saved: dict[int, tuple[int, int, int]] = {}
         self.weights_only: set[str] = set()
         """Runs that were forked without the optimizer."""
+        self.acked: set[int] = set()
+        self.refused: set[int] = set()
+        """Steps of saves that returned, and of those that raised a clear error."""
         self.number = 0
         self.broken: CkptStoreError | None = None
         self.changed: list[Row] = []
@@ -138,7 +143,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _busy(self) -> list[int]:
         return [index for index, client in enumerate(self.clients) if client.running]
 
-    def _begin(self, draw: int, name: str, work: Work) -> None:
+    def _begin(self, draw: int, name: str, work: Work, step: int = -1) -> None:
         """Let an idle client begin an operation."""
         idle = self._idle()
 
@@ -148,6 +153,8 @@ class StoreMachine(RuleBasedStateMachine):
             # Nothing stops a collection: neither other clients nor the objects that it reads.
             if name.startswith("gc") and isinstance(error, IntegrityError):
                 self.broken = error
+            if name == "save" and not isinstance(error, AmbiguousWriteError):
+                (self.refused if error else self.acked).add(step)
 
         self.number += 1
         self.clients[idle[draw % len(idle)]].start(work, done)
@@ -166,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
         def work(store: Store) -> None:
             store.run(run, metrics={"loss": "min"}).save(state_of(values), step=step)
 
-        self._begin(draw, "save", work)
+        self._begin(draw, "save", work, step)
 
     @precondition(lambda self: self._idle())
     @rule(draw=DRAW, run=st.sampled_from("ab"), values=VALUES)
@@ -246,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._idle() and self._versions())
     @rule(
         draw=DRAW,
-        level=st.sampled_from(["weights", "weights", "weights-bf16", "weights-int8", "record"]),
+        level=st.sampled_from(["weights-bf16", "weights", "weights-int8", "weights", "record"]),
     )
     def age(self, draw: int, level: Any) -> None:  # noqa: ANN401
         """Reduce a version to a lower level."""
@@ -392,7 +399,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.checked = self.model.number
             changed, self.changed = self.changed, []
             with self._reader() as store:
-                self._same_catalog(store)
+                known = [client.known for client in self.clients if not client.running]
+                for catalog in (store.repo.refresh(), *filter(None, known)):
+                    if catalog.number == self.model.number:
+                        self._same_catalog(catalog)
+                assert store.repo.catalog.number == self.model.number
                 for row in changed:
                     if row.live:
                         self._loads(store, row)
@@ -400,6 +411,10 @@ class StoreMachine(RuleBasedStateMachine):
     def _look(self) -> None:
         """Check after each call of any client that the objects of live versions are stored."""
         self.changed += self.model.catch_up()
+        saved = Counter(row.step for row in self.model.rows.values() if not row.origin)
+        assert self.acked <= saved.keys()
+        assert not self.refused & saved.keys()
+        assert not saved or max(saved.values()) == 1
         missing = self.model.reach() - self.backend.objects.keys()
         assert not missing, missing
         while self.foretold:
@@ -421,16 +436,15 @@ class StoreMachine(RuleBasedStateMachine):
     def _reader(self) -> Store:
         return Store(open_on(self.backend, environment=self.environment, prober=trusting))
 
-    def _same_catalog(self, store: Store) -> None:
-        """Assert that a client that opens now sees the model's versions."""
-        catalog = store.repo.refresh()
-        assert catalog.number == self.model.number
+    def _same_catalog(self, catalog: Catalog) -> None:
+        """Assert that a client, one that opens now or an earlier one, sees the model's versions."""
         rows = self.model.rows.values()
         assert [v.id for v in catalog.versions()] == [row.id for row in rows if not row.deleted]
         for version in catalog.versions():
             row = self.model.rows[version.id]
             assert version.level == row.level
             assert version.pinned == row.pinned
+            assert version.metrics == row.metrics
             assert version.abandoned == row.abandoned
             assert version.manifest_key == row.manifest or row.level == "record"
         assert {run.name: run.head for run in catalog.runs()} == self.model.heads
