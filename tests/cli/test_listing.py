@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
-import ckptstore
+import pytest
+import torch
 
-Cli = Callable[..., Any]
+import ckptstore
+from ckptstore.catalog.commits import OPS
+from ckptstore.cli import log_cmd
+from tests.cli.conftest import Cli
 
 
 def _versions(path: Path) -> list[ckptstore.Version]:
@@ -31,8 +35,6 @@ def test_show_gives_the_receipt_in_units(cli: Cli, history: Path) -> None:
 
 
 # --- ls -----------------------------------------------------------------------------------------
-
-
 def test_ls_lists_runs_and_versions_newest_first(cli: Cli, history: Path) -> None:
     """Without a run: one line per run, then the versions of all, newest first."""
     result = cli("ls", "--store", history)
@@ -106,8 +108,6 @@ def test_ls_table_is_not_cut_in_a_pipe(cli: Cli, tmp_path: Path) -> None:
 
 
 # --- show ---------------------------------------------------------------------------------------
-
-
 def test_show_has_every_section(cli: Cli, history: Path) -> None:
     """Metrics, tags, lineage, metadata, roles, tensors with ties; the receipt if asked for."""
     out = cli("show", "gpt@best:val_loss", "--receipt", "-s", history).out
@@ -131,7 +131,6 @@ def test_show_tensors_option(cli: Cli, history: Path) -> None:
     assert "and 3 more" in cli("show", "gpt", "--tensors", 1, "-s", history).out
     assert "more" not in cli("show", "gpt", "--tensors", "all", "-s", history).out
     assert "TENSOR" not in cli("show", "gpt", "--tensors", 0, "-s", history).out
-    assert cli("show", "gpt", "--tensors", "some", "-s", history).code == 2
 
 
 def test_show_document(cli: Cli, history: Path) -> None:
@@ -184,8 +183,6 @@ def test_run_that_looks_like_an_id_is_a_run(cli: Cli, store_path: Path) -> None:
 
 
 # --- log ----------------------------------------------------------------------------------------
-
-
 def test_log_is_the_history_newest_first(cli: Cli, store_path: Path) -> None:
     """Every commit with its operations in words; metrics, tags and deletions too."""
     cli("tag", "gpt@400", "good", "-s", store_path)
@@ -224,7 +221,6 @@ def test_log_of_a_run_and_limit(cli: Cli, store_path: Path) -> None:
     assert two["commits_count"] == 7
     result = cli("log", "-n", 1, "--utc", "-s", store_path)
     assert "1 of 7 commits" in result.err
-    assert cli("log", "nope", "-s", store_path).code == 3
 
 
 def test_log_document_is_the_chain(cli: Cli, history: Path) -> None:
@@ -241,8 +237,6 @@ def test_log_document_is_the_chain(cli: Cli, history: Path) -> None:
 
 
 # --- du -----------------------------------------------------------------------------------------
-
-
 def test_du_adds_up(cli: Cli, history: Path) -> None:
     """Versions add up to runs, runs to the store, and the objects are those on disk."""
     document = cli("du", "--json", "-s", history).document
@@ -268,7 +262,6 @@ def test_du_tables(cli: Cli, history: Path) -> None:
         assert part in out
     lines = [line.split() for line in cli("du", "gpt", "-s", history).out.splitlines()]
     assert [line[0] for line in lines[1:7]] == ["500", "400", "300", "200", "100", "total"]
-    assert cli("du", "nope", "-s", history).code == 3
     assert cli("du", "gpt", "--json", "-s", history).document["objects"] is None
 
 
@@ -283,3 +276,185 @@ def test_documents_are_strict_json(cli: Cli, history: Path) -> None:
         document = json.loads(text, parse_constant=refuse)
         assert document["command"] == command[0]
     assert math.isnan(_versions(history)[2].metrics["val_loss"])
+
+
+def _steps(cli: Cli, history: Path, *options: str) -> list[int]:
+    document = cli("ls", "gpt", *options, "--json", "-s", history).document
+    assert document["versions_count"] == len(document["versions"])
+    return [version["step"] for version in document["versions"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--sort", "val_loss"], [400, 500, 200, 100, 300]),  # NaN comes last
+        (["--sort", "acc"], [100, 200, 300, 400, 500]),  # no direction: the lowest first
+        (["--sort", "step"], [500, 400, 300, 200, 100]),
+        (["--where", "val_loss<2.5"], [500, 400]),
+        (["--where", "val_loss <= 2.5", "--where", "step!=400"], [500, 200]),
+        (["--where", "val_loss!=3"], [500, 400, 300, 200]),
+        (["--where", "step>=400", "--sort", "val_loss"], [400, 500]),
+        (["--tag", "first"], [100]),
+        (["--tag", "nothing"], []),
+        (["--where", "size>1e12"], []),
+    ],
+)
+def test_versions_are_chosen_and_sorted(
+    cli: Cli, history: Path, options: list[str], steps: list[int]
+) -> None:
+    """By metrics in the direction that the run declared, by step, size and tag."""
+    assert _steps(cli, history, *options) == steps
+
+
+def test_the_sorted_metric_has_a_column_and_the_rest_is_counted(cli: Cli, history: Path) -> None:
+    """Of what fits, some are shown, and a note says how many there are."""
+    done = cli("ls", "--sort", "acc", "--where", "acc<0.5", "-n", 2, "-s", history)
+    titles, first, second = done.rows[-3:]
+    assert titles.index(" ACC".strip()) if "ACC" in titles else any("ACC" in t for t in titles)
+    assert "100" in " ".join(first)
+    assert "200" in " ".join(second)
+    assert "2 of 4 versions" in done.err
+    assert "no version fits" in cli("ls", "--tag", "x", "-s", history).err
+
+
+def test_every_operation_has_words() -> None:
+    """No operation of the format is without a description in ``ckptstore log``."""
+    assert set(OPS) == set(log_cmd._DESCRIBE)
+
+
+def test_copies_name_the_other_store(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Who has a version is told by the name of the replica, on the other side by its id."""
+    other = tmp_path / "other"
+    assert cli("replicate", "gpt@500", "-s", store_path, "--to", other).code == 0
+    assert cli("replica", "add", "cold", other, "-s", store_path).code == 0
+    here = cli("log", "-s", store_path).out
+    there = cli("log", "-s", other).out
+    assert "cold has gpt@500 " in here
+    store = cli("ls", "-s", store_path, "--json").document["store"]
+    assert store == str(store_path)
+    assert "gpt@500 " in there
+    assert " from store " in there
+
+
+def test_policies_are_rules_not_json(cli: Cli, store_path: Path) -> None:
+    """A policy is told as its rules, and one that was taken away as none."""
+    cli("retain", "gpt", "--full", "last 3", "--set", "-s", store_path)
+    cli("retain", "gpt", "--clear", "-s", store_path)
+    out = cli("log", "-s", store_path).out
+    assert "gpt: full: last 3" in out
+    assert "gpt: no policy" in out
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store whose one version is rounded, derived, coded, and kept in vain."""
+    path = tmp_path_factory.mktemp("encoded")
+    random = torch.Generator().manual_seed(1)
+    master = torch.randn(80, 90, generator=random)
+    state = {
+        "model": {"w": torch.randn(80, 90, generator=random), "low": master.to(torch.bfloat16)},
+        "optimizer": {"master": master, "exp_avg": torch.randn(80, 90, generator=random)},
+        "table": torch.randn(80, 90, generator=random),
+    }
+    rules = {"model.w": "bf16:rel_l2=0.004", "*.exp_avg": "int8", "table": "int8:rel_l2=1e-5"}
+    with ckptstore.open(path, create=True) as store:
+        store.run("gpt").save(state, step=1, encodings=rules)
+    return path
+
+
+def test_text_lists_what_is_not_stored_as_it_is(cli: Any, encoded: Path) -> None:  # noqa: ANN401
+    """A table of forms, and in the metadata what fell back; other tensors are not in either."""
+    shown = cli("show", "gpt", "-s", encoded)
+    assert shown.code == 0
+    table = shown.out.split("ENCODED")[1].split("RECEIPT")[0]
+    rows = {line.split()[0]: line.split() for line in table.splitlines()[1:] if line.strip()}
+    assert set(rows) == {"model.w", "model.low", "optimizer.exp_avg"}
+    assert rows["model.w"][1] == "bf16"
+    assert rows["model.w"][-1] == "0.004"
+    assert rows["model.low"][1:3] == ["as", "optimizer.master"]
+    assert rows["optimizer.exp_avg"][1] == "int8"
+    assert rows["optimizer.exp_avg"][-1] == "-"
+    assert "the relative error would be" in shown.out
+
+
+def test_the_document_has_figures(cli: Any, encoded: Path) -> None:  # noqa: ANN401
+    """Every tensor has its form, its errors, their bounds, and the bytes of its codes."""
+    tensors = {
+        t["path"]: t for t in cli("show", "gpt", "--json", "-s", encoded).document["tensors"]
+    }
+    size = 80 * 90
+    weight = tensors["model.w"]
+    assert (weight["encoding"], weight["coded_bytes"]) == ("bf16", 2 * size)
+    assert 0 < weight["rel_l2"] < weight["rel_l2_bound"] == 0.004
+    assert weight["max_abs"] > 0
+    assert weight["max_abs_bound"] is None
+    assert tensors["model.low"]["derived_from"] == "optimizer.master"
+    assert tensors["model.low"]["coded_bytes"] == 0
+    assert tensors["optimizer.exp_avg"]["coded_bytes"] == size + 4 * -(-size // 256)
+    assert tensors["table"]["encoding"] == "lossless"
+    assert tensors["table"]["coded_bytes"] == 4 * size
+
+
+def test_a_version_without_forms_has_no_table(cli: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    """Nothing is said of encodings where there are none."""
+    with ckptstore.open(tmp_path, create=True) as store:
+        store.run("gpt").save({"w": torch.ones(9)}, step=1)
+    assert "ENCODED" not in cli("show", "gpt", "-s", tmp_path).out
+
+
+def test_show_prints_the_receipt_and_its_state(cli: Cli, history: Path) -> None:
+    """Seconds of each stage and bytes, in units; how far the version has come."""
+    out = cli("show", "gpt@400", "--receipt", "-s", history).out
+    receipt = out.split("RECEIPT\n")[1]
+    assert re.search(r"^state +durable$", receipt, re.MULTILINE)
+    for name in ("blocked", "staging", "hashing", "encoding", "writing", "committing"):
+        assert re.search(rf"^{name}_s +[\d.]+ m?s$", receipt, re.MULTILINE), name
+    for name in ("logical", "new", "shared", "stored"):
+        assert re.search(rf"^{name}_bytes +[\d.]+ [KM]?i?B$", receipt, re.MULTILINE), name
+    assert re.search(r"^auto +(raw|planes)$", receipt, re.MULTILINE)
+    assert "auto_planes" not in receipt
+    version = cli("show", "gpt@400", "--json", "-s", history).document["version"]
+    assert version["state"] == "durable"
+    assert version["receipt"]["new_bytes"] == version["new_bytes"]
+
+
+def test_stats_for_prometheus(cli: Cli, history: Path) -> None:
+    """The text alone, ready for a collector; the same in the document."""
+    outcome = cli("stats", "--prometheus", "-s", history)
+    lines = outcome.out.splitlines()
+    assert outcome.code == 0
+    assert 'ckptstore_versions{run="gpt",state="durable"} 5' in lines
+    assert 'ckptstore_last_save_step{run="lora"} 7' in lines
+    document = cli("stats", "--prometheus", "--json", "-s", history).document
+    assert document["prometheus"] == outcome.out
+
+
+def test_stats_shows_what_saves_wrote(cli: Cli, history: Path) -> None:
+    """A line a version, oldest first, in units; of all runs, or of one; zeros only in JSON."""
+    outcome = cli("stats", "--transfers", "--run", "gpt", "-s", history)
+    assert outcome.code == 0
+    title, *lines = outcome.out.splitlines()
+    assert title.split("  ")[0] == "VERSION"
+    assert [line.split()[0] for line in lines] == [f"gpt@{n}00" for n in range(1, 6)]
+    assert re.search(r"[\d.]+ [KM]iB +[\d.]+ m?s +[\d.]+ [KMG]iB/s +\d+ +\d+ +0 +0 +0$", lines[0])
+    saves = cli("stats", "--transfers", "--json", "-s", history).document["saves"]
+    assert [save["run"] for save in saves] == ["gpt"] * 5 + ["lora"]
+    assert all(save["requests_bytes"] > 0 and save["limit_count"] == 0 for save in saves)
+
+
+def test_stats_of_saves_without_figures(cli: Cli, tmp_path: Path) -> None:
+    """Versions of earlier releases have dashes."""
+    golden = Path(__file__).parents[1] / "compat" / "golden" / "v1"
+    outcome = cli("stats", "--transfers", "-s", golden)
+    assert outcome.code == 0
+    assert {tuple(line.split()[1:]) for line in outcome.out.splitlines()[1:]} == {("-",) * 8}
+
+
+@pytest.mark.parametrize("command", [["verify"], ["gc", "--dry-run"]])
+def test_commands_that_read_much_tell_what_they_moved(
+    cli: Cli, history: Path, command: list[str]
+) -> None:
+    """In the document: requests, bytes, seconds and requests at once, by direction."""
+    moved = cli(*command, "--json", "-s", history).document["transfers"]["read"]
+    assert moved["requests_count"] >= moved["at_once_count"] >= 1
+    assert moved["bytes_per_s"] == moved["requests_bytes"] / moved["requests_s"] > 0

@@ -9,7 +9,6 @@ import pytest
 from webserver import WebServer
 
 import ckptstore
-from ckptstore.maintenance.replicas import replicate
 from tests.cli.conftest import Cli
 
 
@@ -85,38 +84,6 @@ def test_what_is_refused(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     assert refused.code == 7
     assert "move that page away" in refused.err
     assert [path.name for path in to.iterdir()] == ["index.html"]
-
-
-def test_an_interruption(
-    cli: Cli, store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C ends it with 130; the next one goes on."""
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replicate._Replication, "follow", interrupted)
-        done = cli("publish", "--to", tmp_path / "public", "-s", store_path)
-        assert (done.code, done.err.splitlines()) == (
-            130,
-            [
-                "error: interrupted",
-                "hint: what was committed stays; the same command again continues",
-            ],
-        )
-    assert cli("publish", "--to", tmp_path / "public", "-s", store_path).code == 0
-
-
-def test_a_damaged_version_is_told(cli: Cli, store_path: Path, tmp_path: Path) -> None:
-    """It is left out and named, the others are published, and the exit code says so."""
-    with ckptstore.open(store_path) as store:
-        (store_path / store.resolve("lora@7").manifest_key).unlink()
-    done = cli("publish", "--to", tmp_path / "public", "-s", store_path)
-    assert done.code == 5
-    assert "not copied: lora@7" in done.out
-    with ckptstore.open(tmp_path / "public") as public:
-        assert len(public.load("gpt@500")) == 3
 
 
 @pytest.mark.short(sample=6)

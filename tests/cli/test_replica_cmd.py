@@ -1,4 +1,4 @@
-"""replica and evict from the command line, and ``replica:NAME`` where a place may stand."""
+"""replica, evict, replicate and publish from the command line, and where a replica is read."""
 
 from __future__ import annotations
 
@@ -32,19 +32,9 @@ def test_names_are_added_listed_and_forgotten(cli: Cli, store_path: Path, tmp_pa
     assert (tmp_path / "cold" / "store.json").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [["add"], ["add", "cold"], ["rm"], ["rm", "a", "b"], ["ls", "a"], ["list"]]
-)
-def test_wrong_words_are_refused(cli: Cli, store_path: Path, words: list[str]) -> None:
-    """With the usage, and nothing done."""
-    assert cli("replica", *words, "-s", store_path).code == 2
-
-
 def test_evict_and_what_comes_after(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     """Evicted versions show as records, and are exported from the replica all the same."""
     cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
-    assert cli("evict", "--replica", "cold", "-s", store_path).code == 2
-    assert cli("evict", "--replica", "tape", "--run", "gpt", "-s", store_path).code == 3
     none = cli("evict", "--replica", "cold", "--run", "gpt", "--json", "-s", store_path)
     assert none.document["evicted"] == []
     cli("replicate", "--to", "replica:cold", "-s", store_path)
@@ -148,9 +138,6 @@ def test_what_is_evicted_is_pinned_there(cli: Cli, store_path: Path, tmp_path: P
     shown = cli("show", "gpt@200", "--json", "-s", cold).document["version"]
     assert (shown["pinned"], len(shown["pinned_for"])) == (True, 1)
 
-    assert cli("pin", "-s", cold).code == 2
-    assert cli("pin", "gpt@200", "--delete", "--for", hot, "-s", cold).code == 2
-    assert cli("pin", "--for", hot, "-s", cold).code == 2
     assert cli("pin", "--delete", "--for", "00000000ffff", "-s", cold).code == 3
     gone = cli("pin", "--delete", "--for", hot, "-s", cold)
     assert "gpt@200" in gone.out
@@ -198,3 +185,131 @@ def test_options_of_a_job_s_target_by_name(cli: Cli, store_path: Path, tmp_path:
     for place, given, code in cases:
         job.write_text(text.replace("PLACE", place).replace("{OPTIONS}", f"{{ {given} }}"))
         assert cli("archive", "--job", job).code == code, (place, given)
+
+
+def test_a_whole_store(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """It makes the target, says what it did, and a repetition brings nothing."""
+    to = tmp_path / "cold"
+    foreseen = cli("replicate", "--to", to, "--dry-run", "-s", store_path)
+    assert foreseen.code == 0
+    assert "would copy 6 versions" in foreseen.out
+    assert not to.exists()
+
+    done = cli("replicate", "--to", to, "--json", "-s", store_path)
+    assert done.code == 0
+    assert len(done.document["copied"]) == 6
+    assert done.document["checked"] is True
+    assert done.document["noted"] is True
+    again = cli("replicate", "--to", to, "-s", store_path)
+    assert "copied 0 versions" in again.out
+    assert "6 versions there already" in again.out
+    listed = [cli("ls", "gpt", "--json", "-s", place).document for place in (store_path, to)]
+    ids = [[version["id"] for version in document["versions"]] for document in listed]
+    assert ids[0] == ids[1]
+
+
+def test_refs_runs_and_rules(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """What is named travels; the rest comes as records or not at all."""
+    to = tmp_path / "cold"
+    done = cli("replicate", "gpt@best:val_loss", "--to", to, "--json", "-s", store_path)
+    assert done.document["records_count"] == 3
+    ruled = cli(
+        "replicate", "--run", "gpt", "--keep", "tagged", "--to", to, "--json", "-s", store_path
+    )
+    assert len(ruled.document["copied"]) == 1
+    limited = cli(
+        "replicate", "--run", "lora", "--limit-rate", "1GiB", "--to", to, "-s", store_path
+    )
+    assert limited.code == 0
+    assert "read back" in limited.out
+
+
+def test_what_is_refused(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """One store twice, and unrelated runs of a name, have exit codes."""
+    assert cli("replicate", "--to", store_path, "-s", store_path).code == 4
+    with ckptstore.open(tmp_path / "other", create=True) as other:
+        other.run("gpt").save({"x": 1}, step=1)
+    refused = cli("replicate", "--to", tmp_path / "other", "-s", store_path)
+    assert refused.code == 4
+    assert "fork" in refused.err
+
+
+def test_damage_is_told(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """A damaged version makes the exit code 5; the others are there."""
+    with ckptstore.open(store_path) as store:
+        pack = store.version("lora@7")._content.manifest.pieces.packs[0]
+    (store_path / "packs" / pack[:2] / f"{pack}.pack").unlink()
+    done = cli("replicate", "--to", tmp_path / "cold", "-s", store_path)
+    assert done.code == 5
+    assert "not copied: lora@7" in done.out
+    with ckptstore.open(tmp_path / "cold") as store:
+        assert len(store.versions("gpt")) == 5
+        assert store.resolve("lora@7").level == "record"
+
+
+def test_unchecked(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Without reading back nothing is noted in the source."""
+    done = cli("replicate", "--no-check", "--to", tmp_path / "cold", "--json", "-s", store_path)
+    assert done.document["checked"] is False
+    assert done.document["noted"] is False
+
+
+WORDS = (
+    ["export", "gpt@200", "{}/out.safetensors"],
+    ["diff", "gpt@200", "gpt@400", "--values"],
+    ["fork", "gpt@200", "tuned"],
+)
+
+
+@pytest.fixture
+def key(cli: Cli, tmp_path: Path) -> str:
+    """Return where a new key is."""
+    assert cli("key", "new", tmp_path / "key").code == 0
+    return f"file:{tmp_path}/key"
+
+
+@pytest.fixture
+def hot(cli: Cli, store_path: Path, tmp_path: Path, key: str) -> Path:
+    """Return a store that has the record of gpt@200, whose content is in an encrypted replica."""
+    cold = tmp_path / "cold"
+    to_key = ("--to-key", key)
+    assert cli("replicate", "--to", cold, *to_key, "-s", store_path).code == 0
+    assert cli("replica", "add", "cold", cold, *to_key, "-s", store_path).code == 0
+    evicting = ("evict", "--replica", "cold", "gpt@200", *to_key, "-s", store_path)
+    assert len(cli(*evicting, "--json").document["evicted"]) == 1
+    return store_path
+
+
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: words[0])
+def test_a_replica_is_opened_with_what_is_given_for_it(
+    cli: Cli, hot: Path, tmp_path: Path, key: str, words: list[str]
+) -> None:
+    """Without the key the hint names the options; with them the content is read there."""
+    words = [word.format(tmp_path) for word in words]
+    refused = cli(*words, "-s", hot)
+    assert refused.code == 3
+    hint = refused.err.split("on the command line: ")[1].split()
+    assert hint == ["--from", "replica:cold", "--from-key", "SPEC"]
+    done = cli(*words, *hint[:3], key, "-s", hot)
+    assert done.code == 0, done.err
+
+
+def test_options_without_their_store_are_refused(cli: Cli, hot: Path, key: str) -> None:
+    """A key for a store that is not named would do nothing: that is said, not passed over."""
+    for words in (
+        ("export", "gpt@200", "x.safetensors", "--from-key", key),
+        ("repair", "--from-key", key),
+        ("verify", "--heal-key", key),
+        ("fork", "gpt@400", "tuned", "--to-key", key),
+    ):
+        done = cli(*words, "-s", hot)
+        assert (done.code, "none is named" in done.err) == (2, True), words
+
+
+def test_only_a_replica_can_be_read_from(cli: Cli, hot: Path, tmp_path: Path) -> None:
+    """--from of these names a replica that there is; for another store there is --store."""
+    words = ("export", "gpt@200", tmp_path / "x.safetensors", "-s", hot)
+    place = cli(*words, "--from", tmp_path / "cold")
+    assert (place.code, "--store URL" in place.err) == (2, True)
+    unknown = cli(*words, "--from", "replica:warm")
+    assert (unknown.code, "there is cold" in unknown.err) == (3, True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import ckptstore
@@ -73,26 +72,6 @@ def test_retain_stores_a_policy_and_takes_it_away(cli: Cli, store_path: Path) ->
     assert cli("retain", "-s", store_path).code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("gpt", "--full", "last"), 2),
-        (("gpt", "--full", "last 1", "--apply", "--dry-run"), 2),
-        (("gpt", "--set"), 2),
-        (("gpt", "--clear", "--full", "all"), 2),
-        (("gtp", "--full", "all"), 3),
-        (("gtp", "--full", "all", "--set"), 3),
-        (("gpt", "--record", "all", "--apply"), 7),
-        (("gpt", "--full", "best 1 unknown", "--apply"), 7),
-    ],
-)
-def test_retain_refuses(cli: Cli, store_path: Path, arguments: tuple[str, ...], code: int) -> None:
-    """Each with the code of its kind, and without a change."""
-    before = _levels(store_path)
-    assert cli("retain", *arguments, "-s", store_path).code == code
-    assert _levels(store_path) == before
-
-
 def test_a_dry_run_of_what_is_refused_says_so(cli: Cli, store_path: Path) -> None:
     """It is looked at, not done."""
     result = cli("retain", "gpt", "--record", "all", "-s", store_path)
@@ -117,7 +96,6 @@ def test_rm_and_undelete(cli: Cli, store_path: Path) -> None:
     assert "bad data" in cli("log", "-n", 1, "-s", store_path).out
     assert cli("show", "gpt@200", "-s", store_path).code == 3
     assert "gpt@200" in cli("undelete", "gpt@200", "-s", store_path).out
-    assert cli("undelete", "gpt@200", "-s", store_path).code == 3
     found = cli("rm", "--run", "gpt", "--force", "--json", "-s", store_path).document
     assert len(found["versions"]) == 5
     bare = found["versions"][0]["id"][:12]
@@ -125,7 +103,6 @@ def test_rm_and_undelete(cli: Cli, store_path: Path) -> None:
     assert (
         len(cli("undelete", "--run", "gpt", "--json", "-s", store_path).document["versions"]) == 4
     )
-    assert cli("undelete", "--run", "gpt", "-s", store_path).code == 3
 
 
 def test_undelete_tells_what_was_reduced(cli: Cli, store_path: Path) -> None:
@@ -141,14 +118,6 @@ def test_undelete_tells_what_was_reduced(cli: Cli, store_path: Path) -> None:
     assert "is back; it was reduced to weights, which is for good" in back.out
 
 
-@pytest.mark.parametrize("command", ["rm", "undelete"])
-def test_versions_or_a_run(cli: Cli, store_path: Path, command: str) -> None:
-    """One of the two must be given, and not both."""
-    assert cli(command, "-s", store_path).code == 2
-    assert cli(command, "gpt@200", "--run", "gpt", "-s", store_path).code == 2
-    assert cli(command, "--run", "gtp", "-s", store_path).code == 3
-
-
 def test_pin(cli: Cli, store_path: Path) -> None:
     """A pinned version survives force, and goes once it is unpinned."""
     assert "is pinned" in cli("pin", "gpt@200", "gpt@300", "-s", store_path).out
@@ -156,7 +125,6 @@ def test_pin(cli: Cli, store_path: Path) -> None:
     document = cli("pin", "gpt@200", "--delete", "--json", "-s", store_path).document
     assert [v["pinned"] for v in document["versions"]] == [False]
     assert cli("rm", "gpt@200", "-q", "-s", store_path).code == 0
-    assert cli("pin", "gpt@999", "-s", store_path).code == 3
     assert cli("pin", "gpt@300", "-d", "-q", "-s", store_path).out == ""
 
 
@@ -167,7 +135,6 @@ def test_rm_of_a_run_name_is_refused(cli: Cli, store_path: Path) -> None:
     assert "write gpt@latest, or --run gpt for all versions" in result.err
     with ckptstore.open(store_path) as store:
         assert len(store.versions("gpt")) == 5
-    assert cli("rm", "gtp", "-s", store_path).code == 3
 
 
 def test_rm_dry_run_counts_what_is_in_the_way(cli: Cli, store_path: Path) -> None:
@@ -208,14 +175,6 @@ def test_log_metric(cli: Cli, store_path: Path) -> None:
     assert document["direction"] == "min"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"), [(("--metric", "val_loss"), 2), (("gpt", "--metric", "val_los"), 3)]
-)
-def test_log_metric_refuses(cli: Cli, history: Path, arguments: tuple[str, ...], code: int) -> None:
-    """Half a question, a metric that is not there."""
-    assert cli("log", *arguments, "-s", history).code == code
-
-
 def test_rounding_is_foreseen_with_bytes_and_errors(cli: Cli, tmp_path: Path) -> None:
     """The table has the errors, the document each tensor; quick reads nothing and knows none."""
     path = tmp_path / "rounded"
@@ -247,5 +206,3 @@ def test_rounding_is_foreseen_with_bytes_and_errors(cli: Cli, tmp_path: Path) ->
         "full": ["all"],
         "encodings": {"role:optimizer": "dynamic8", "model.*": "bf16:rel_l2=0.1"},
     }
-    assert cli("retain", "gpt", "--encoding", "bf16", "--set", "-s", path).code == 2
-    assert cli("retain", "gpt", "--encoding", "=bf16", "--set", "-s", path).code == 2
