@@ -3,7 +3,7 @@
 A dtype's text is torch's own name without ``torch.``. Quantized types are absent on purpose: a
 quantized tensor is stored as the integers below it, and the skeleton says how to read them.
 Source of the list: every ``torch.dtype`` of torch 2.13;
-``tests/unit/state/test_fidelity_dtypes.py`` holds both equal.
+``tests/unit/state/test_fidelity_states.py`` holds both equal.
 """
 
 from __future__ import annotations

@@ -170,16 +170,6 @@ def test_a_refusal_that_is_cut_off_says_nothing(place: Place) -> None:
     assert len(place.patient.slept) == 1
 
 
-def test_retries_end(place: Place) -> None:
-    """A server that stays busy is asked ``RETRY_TRIES`` times, then given up."""
-    fault = Fault(kind=Kind.STATUS, status=503, times=0)
-    place.proxy.set(fault)
-    with pytest.raises(TransientStorageError):
-        place.retrying.get("warm", bytes_max=10)
-    assert fault.hits == limits.RETRY_TRIES
-    assert len(place.patient.slept) == limits.RETRY_TRIES - 1
-
-
 def test_server_that_is_gone(place: Place) -> None:
     """When nothing listens, even a create is known not to have happened."""
     place.backend.close()

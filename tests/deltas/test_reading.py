@@ -1,9 +1,13 @@
-"""What reads deltas, and what becomes of damage to them and to what they refer to."""
+"""Reading deltas, within a budget of memory, and damage to them or to their bases."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,8 +63,6 @@ def base_row(table: PieceTable, row: int) -> int:
 
 
 # --- parts ----------------------------------------------------------------------------------------
-
-
 def test_parts_are_read_through_deltas(store: Store) -> None:
     """Slices, single elements and patterns give what they would of the whole."""
     fill(store, 3)
@@ -106,8 +108,6 @@ def test_two_tensors_of_one_delta(store: Store) -> None:
 
 
 # --- damage ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["stored bytes", "the id of the base", "the header"])
 def test_damage_to_a_delta_is_told(store: Store, backend: MemoryBackend, what: str) -> None:
     """The error names the tensor and the pack; other tensors and versions load."""
@@ -146,8 +146,6 @@ def test_damage_to_a_base_is_told_of_the_delta(
 
 
 # --- repair ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_base_that_is_brought_back_mends_its_deltas(backends: Backends, gone: bool) -> None:
     """From a copy that has the keyframe: the deltas stay deltas, and everything loads."""
@@ -238,8 +236,6 @@ def test_a_dry_repair_foresees_what_a_base_mends(backends: Backends) -> None:
 
 
 # --- hostile manifests ----------------------------------------------------------------------------
-
-
 def refuses(manifest: Manifest, **columns: Any) -> None:  # noqa: ANN401
     """Hold that a manifest with other columns is neither written nor read."""
     table = manifest.pieces
@@ -361,8 +357,6 @@ def test_a_manifest_with_two_lengths_of_one_delta_gives_an_error(store: Store) -
 
 
 # --- other stores, and what is left of versions ---------------------------------------------------
-
-
 @pytest.mark.parametrize("has", [None, 0, 1])
 def test_a_version_travels_with_its_bases(backends: Backends, has: int | None) -> None:
     """Into another store, empty or with some of it; what is there already does not travel."""
@@ -401,3 +395,63 @@ def test_a_part_of_a_version_takes_the_bases_that_it_needs(store: Store) -> None
     assert store.verify().ok
     store.remove(["gpt@0"], force=True)
     assert store.sharing().roles["base"] > 0
+
+
+MIB = 1 << 20
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch, ckptstore
+
+def status(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) // 1024
+
+def peak(action):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    action()
+    return status("VmHWM") - before
+
+folder, budget = sys.argv[1], int(sys.argv[2])
+open_it = lambda: ckptstore.open(
+    folder, create=True, host_bytes=budget, workers=2, codec="delta", base_bytes=0
+)
+run = open_it().run("gpt")
+run.save({"w": torch.randn(100_000)}, step=0)  # what is loaded once is loaded now
+run.save({"w": torch.randn(100_000)}, step=1)
+run.load()
+state = {f"w{n}": torch.randn(10_000_000) * 0.02 for n in range(4)}
+run.save(state, step=2)
+for tensor in state.values():
+    tensor += 1e-6
+figures = {"save": peak(lambda: run.save(state, step=3))}
+store = open_it()
+version = store.resolve("gpt")
+share = sum(part.stored / part.logical for part in version.roles.values())
+figures["load"] = peak(lambda: store.load("gpt", into=state))
+figures["verify"] = peak(lambda: store.verify())
+print(json.dumps([share, figures]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_process_stays_within_the_budget(tmp_path: Path) -> None:
+    """A state of 160 MB of deltas: saved with bases that are read, loaded in place, verified.
+
+    Some slack is granted: a chunk, its base and its planes for each of two workers, and what the
+    allocator keeps.
+    """
+    budget = 64 * MIB
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(budget)],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    share, figures = json.loads(done.stdout)
+
+    assert share < 0.7
+    for name, peak_mib in figures.items():
+        assert peak_mib * MIB < budget + 48 * MIB, (name, figures)

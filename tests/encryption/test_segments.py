@@ -1,7 +1,8 @@
-"""Segments against a plain model: sizes, ranges, pieces of writes; and what a range costs."""
+"""Segments against a plain model: sizes, ranges, writes; the bytes by primitives alone."""
 
 from __future__ import annotations
 
+import struct
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -12,15 +13,18 @@ from typing import cast
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.hmac import HMAC
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.scatter import Scatter
-from ckptstore.backends.sealing import DataKey, Sealer
+from ckptstore.backends.sealing import DataKey, Sealer, UserKey
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import CorruptObjectError
 from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES, SegmentLayout, nonce
@@ -28,7 +32,6 @@ from ckptstore.testing.side_door import pattern
 
 SEGMENT = 4096
 LAYOUT = SegmentLayout(segment_bytes=SEGMENT)
-
 near_borders = st.one_of(
     st.integers(0, 5 * SEGMENT),
     st.builds(lambda k, d: max(0, k * SEGMENT + d), st.integers(0, 4), st.integers(-20, 20)),
@@ -336,3 +339,65 @@ def test_bytes_come_where_they_would_be_fed(
         two.feed(data)
         assert one.left == two.left
         assert b"".join(ours) == b"".join(theirs)
+
+
+STORE_ID = "0123456789abcdef0123456789abcdef"
+
+
+def hkdf(material: bytes, salt: bytes, info: bytes, count: int) -> bytes:
+    """Return what RFC 5869 says, from HMAC-SHA256 alone; `count` at most 32."""
+    extract = HMAC(salt or bytes(32), SHA256())
+    extract.update(material)
+    expand = HMAC(extract.finalize(), SHA256())
+    expand.update(info + b"\x01")
+    return expand.finalize()[:count]
+
+
+def test_derivation_has_known_answers() -> None:
+    """What follows from keys of fixed bytes is fixed for good: literals, and RFC 5869 by hand."""
+    user, data = bytes(range(32)), bytes(range(32, 64))
+    assert UserKey(user).id == hkdf(user, b"", b"ckptstore key id v1", 8).hex()
+    assert UserKey(user).id == "f2df2c14f043681a"
+    check = hkdf(data, bytes.fromhex(STORE_ID), b"ckptstore key check v1", 16).hex()
+    assert DataKey(data).check(STORE_ID) == check == "39bd43a574b825b37190a36435073528"
+
+
+def sealed_by_hand(data_key: bytes, key: str, salt: bytes, plain: bytes, segment: int) -> bytes:
+    """Return an object as docs/reference/format-v1.md says it lies."""
+    cipher = AESGCM(hkdf(data_key, salt, b"ckptstore object v1\n" + key.encode(), 32))
+    cuts = [plain[at : at + segment] for at in range(0, len(plain), segment)] or [b""]
+    sealed = b"CKPTENC1" + salt
+    for index, part in enumerate(cuts):
+        last = index + 1 == len(cuts)
+        number = struct.pack(">IQ", 0, index * 256 + last)
+        sealed += cipher.encrypt(number, part, None)
+    return sealed
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 8192, 10_000])
+def test_objects_are_these_bytes(size: int) -> None:
+    """An object is what the page says, byte for byte, put whole or written in parts."""
+    data_key, key, plain = (
+        bytes(range(32, 64)),
+        "packs/ab/x.pack",
+        bytes(i % 253 for i in range(size)),
+    )
+    environment = SimulatedEnvironment(7)
+    salt = bytes.fromhex(SimulatedEnvironment(7).random_hex(32))
+    wanted = sealed_by_hand(data_key, key, salt, plain, 4096)
+    memory = MemoryBackend(f"known-answers-{size}")
+    backend = EncryptedBackend(
+        memory, DataKey(data_key), segment_bytes=4096, environment=environment
+    )
+    backend.put(key, plain)
+    assert memory.objects[key].data == wanted
+    memory.objects[key] = memory.objects[key]._replace(data=b"")
+    backend = EncryptedBackend(
+        memory, DataKey(data_key), segment_bytes=4096, environment=SimulatedEnvironment(7)
+    )
+    with backend.open_writer(key) as writer:
+        for at in range(0, size, 999):
+            writer.write(plain[at : at + 999])
+        writer.commit()
+    assert memory.objects[key].data == wanted
+    assert backend.get(key, bytes_max=size) == plain

@@ -1,4 +1,4 @@
-"""Tensors made while what they follow from is read: any order of pieces, any way to store them."""
+"""Tensors made while their sources are read: any order of pieces, any setting of denormals."""
 
 from __future__ import annotations
 
@@ -181,8 +181,6 @@ def test_damage_is_told_before_anything_is_returned(store: Store, tmp_path: Path
 
 
 # --- one tensor ---------------------------------------------------------------------------------
-
-
 def _one(values: np.ndarray, cuts: list[int]) -> tuple[DerivedDecode, list[memoryview], bytearray]:
     """Return a tensor that is to be made, the pieces of its source, and where it goes."""
     ends = np.array([4 * at for at in cuts] or [values.nbytes], np.int64)
@@ -239,3 +237,26 @@ def test_many_threads_make_the_pieces_of_one_tensor() -> None:
                 done.result()
         assert one.made(values.view(np.uint8).data).digest() == blake3_digest(bytes(out))
         assert bytes(out) == _wanted(values)
+
+
+@pytest.mark.parametrize("flushed_when_saved", [True, False])
+def test_what_is_derived_is_read_whatever_becomes_of_denormals(
+    tmp_path: Path, *, flushed_when_saved: bool
+) -> None:
+    """A float32 copy of float64 masters loads bit for bit where the processor is set otherwise."""
+    seed = torch.Generator().manual_seed(5)
+    masters = torch.randn(4096, dtype=torch.float64, generator=seed)
+    masters[::3] *= 1e-40
+    if not torch.set_flush_denormal(flushed_when_saved):
+        pytest.skip("this processor cannot")
+    try:
+        state = {"masters": masters, "weights": masters.to(torch.float32)}
+        with ckptstore.open(tmp_path / "s", create=True) as store:
+            store.run("r").save(state, step=1)
+        torch.set_flush_denormal(not flushed_when_saved)
+        with ckptstore.open(tmp_path / "s") as store:
+            found = store.load("r")
+    finally:
+        torch.set_flush_denormal(False)
+    for name, tensor in state.items():
+        assert found[name].numpy().tobytes() == tensor.numpy().tobytes()

@@ -1,17 +1,36 @@
-"""The error tree: its shape, its codes, and that it survives a process pool."""
+"""Errors, limits and arguments: each is typed, told with its cause, and documented."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import ckptstore
-from ckptstore import errors
-from ckptstore.errors import CkptStoreError, CorruptObjectError
+from ckptstore import errors, limits
+from ckptstore.backends.base import Buffers
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.checkpoint.request import WriteRequest
+from ckptstore.errors import (
+    CkptStoreError,
+    ConflictError,
+    CorruptObjectError,
+    CorruptTensorError,
+    InvalidInputError,
+    TornStateError,
+    VersionNotFoundError,
+)
+from ckptstore.repo import create_on
+from ckptstore.states.load import LoadRequest
+from ckptstore.states.save import SaveRequest
 
 ALL: list[type[CkptStoreError]] = [getattr(errors, name) for name in errors.__all__]
 GROUPS = [cls for cls in ALL if CkptStoreError in cls.__bases__]
@@ -129,3 +148,255 @@ def test_an_error_of_a_load_lets_go_of_what_was_read(tmp_path: Path) -> None:
         assert all(found is not link for link in links)
         links.append(found)
         found = found.__cause__
+
+
+class _Between(WrapperBackend):
+    """Calls a function once, before or after a pack is read."""
+
+    before: Callable[[], object] | None = None
+    after: Callable[[Sequence[memoryview]], object] | None = None
+
+    def read_into(self, key: str, offset: int, buffers: Buffers) -> None:
+        """Read, with what comes between."""
+        before, self.before = self.before, None
+        if before is not None:
+            before()
+        self.inner.read_into(key, offset, buffers)
+        after, self.after = self.after, None
+        if after is not None:
+            after(buffers)
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest) -> _Between:
+    """Return storage with a hook."""
+    return _Between(MemoryBackend(f"causes/{request.node.nodeid}"))
+
+
+@pytest.fixture
+def store(storage: _Between) -> ckptstore.Store:
+    """Return a store of two versions that share nothing."""
+    store = ckptstore.Store(create_on(storage))
+    for step in (1, 2):
+        store.run("r").save({"w": torch.randn(5000), "step": step}, step=step, codec="raw")
+    return store
+
+
+def _collect(store: ckptstore.Store) -> None:
+    for _ in range(2):
+        store.gc(grace_s=0, orphan_age_s=0)
+
+
+def _delete(store: ckptstore.Store) -> None:
+    store.remove(["r@1"])
+    _collect(store)
+
+
+def _keep_the_record(store: ckptstore.Store) -> None:
+    store.age(["r@1"], "record")
+    _collect(store)
+
+
+def _move(store: ckptstore.Store) -> None:
+    """Round the weights of a version, which then lie in a pack of their own."""
+    store.age(["r@1"], "weights-bf16", lossy="bf16")
+    _collect(store)
+
+
+CHANGES: dict[str, tuple[Callable[[ckptstore.Store], object], type[CkptStoreError], str]] = {
+    "deleted": (_delete, VersionNotFoundError, "was deleted while it was read"),
+    "reduced": (_keep_the_record, VersionNotFoundError, "was reduced to its record while"),
+    "moved": (_move, ConflictError, "was moved while it was read"),
+}
+LOADS: dict[str, Callable[[ckptstore.Store], Any]] = {
+    "load": lambda store: store.load("r@1"),
+    "into": lambda store: store.load("r@1", into={"w": torch.zeros(5000), "step": 0}),
+    "load_into": lambda store: store.load_into("r@1", {"w": torch.zeros(5000)}),
+    "lazy": lambda store: store.version("r@1")["w"].load(),
+    "slice": lambda store: store.version("r@1")["w"][5:9],
+    "lazy state": lambda store: store.version("r@1").load(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.short("load-|slice")
+def test_a_version_that_changed_meanwhile_is_not_damaged(
+    store: ckptstore.Store, storage: _Between, how: str, what: str
+) -> None:
+    """A trainer that rolls back on damage need not: the error names what became of it."""
+    change, kind, said = CHANGES[what]
+    storage.before = lambda: change(store)
+    with pytest.raises(kind, match=rf"r@1.* {said}"):
+        LOADS[how](store)
+    assert store.verify().ok
+
+
+def test_a_pack_that_is_gone_is_damage(store: ckptstore.Store, storage: _Between) -> None:
+    """Of a version that nobody deleted."""
+    for info in list(storage.list("packs/")):
+        storage.delete(info.key)
+    for load in LOADS.values():
+        with pytest.raises(CorruptTensorError, match="the pack is gone"):
+            load(store)
+
+
+@pytest.mark.parametrize("codec", ["raw", "planes", "zstd"])
+def test_a_target_that_another_thread_changes_is_not_damage(
+    storage: _Between, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored proves sound on a second look, and the error names the tensor."""
+    store = ckptstore.Store(create_on(storage))
+    store.run("r").save({"w": torch.arange(50_000.0)}, step=1, codec=codec)
+    target = torch.zeros(50_000)
+    if codec == "raw":
+        storage.after = lambda _: target.fill_(7.0)
+    else:
+        from ckptstore.objects import piece_reader
+
+        decode, told = piece_reader._decode, [1]
+
+        def changing(*given: Any) -> None:  # noqa: ANN401 - as the function takes
+            decode(*given)
+            if told:
+                told.pop()
+                target.fill_(7.0)
+
+        monkeypatch.setattr(piece_reader, "_decode", changing)
+    with pytest.raises(TornStateError, match=r"tensor w: .* what is stored is sound"):
+        store.load("r@1", into={"w": target})
+    assert torch.equal(store.load("r@1")["w"], torch.arange(50_000.0))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [torch.zeros(7), torch.zeros(5000, dtype=torch.int32), torch.zeros(5000).to("meta")],
+    ids=["shape", "dtype", "meta"],
+)
+def test_a_target_that_does_not_fit_is_the_callers(
+    store: ckptstore.Store, storage: _Between, target: object
+) -> None:
+    """Refused before anything is read, by its name."""
+    storage.before = lambda: pytest.fail("something was read")
+    with pytest.raises(InvalidInputError, match="w"):
+        store.load("r@1", into={"w": target, "step": 0})
+
+
+def test_latest_valid_passes_over_what_was_deleted(
+    store: ckptstore.Store, storage: _Between
+) -> None:
+    """It goes on with the version before, and calls nothing damaged."""
+
+    def delete() -> None:
+        store.remove(["r@2"], force=True)
+        _collect(store)
+
+    storage.before = delete
+    assert store.load("r@latest-valid")["step"] == 1
+
+
+UNITS = {"KIB", "MIB", "GIB"}
+
+
+def test_every_limit_has_a_source() -> None:
+    """A number without a reason cannot be judged by who wants to change it."""
+    lines = inspect.getsource(limits).splitlines()
+    reasons: dict[str, str] = {}
+    comment = ""
+    for above, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("#"):
+            comment = f"{comment} {line}" if above.startswith("#") else line
+        elif found := re.match(r"([A-Z][A-Z0-9_]*): Final = [^#]*(#.*)?", line):
+            reasons[found[1]] = found[2] or comment
+        elif not line.strip():
+            comment = ""
+    unexplained = [name for name, text in reasons.items() if "Source:" not in text]
+    assert set(unexplained) <= UNITS
+    assert set(reasons) == {name for name in vars(limits) if name.isupper()}
+
+
+def test_sizes_are_ordered() -> None:
+    """A default lies within what readers accept, and small things within large ones."""
+    assert limits.CHUNK_BYTES_MIN <= limits.CHUNK_BYTES_DEFAULT <= limits.CHUNK_RAW_BYTES_MAX
+    assert limits.SMALL_TENSOR_BYTES <= limits.SLAB_BYTES <= limits.CHUNK_BYTES_DEFAULT
+    assert limits.CHUNK_RAW_BYTES_MAX < limits.CHUNK_STORED_BYTES_MAX < limits.PACK_BYTES_MAX
+    assert limits.CHUNK_RAW_BYTES_MAX < limits.HOST_BYTES_DEFAULT
+    assert limits.MANIFEST_STORED_BYTES_MAX <= limits.MANIFEST_RAW_BYTES_MAX
+    assert limits.METADATA_BYTES_MAX < limits.COMMIT_BYTES_MAX
+    assert limits.COMMIT_NUMBER_MAX // limits.COMMITS_PER_FOLDER < 10**6
+
+
+def test_limits_are_positive() -> None:
+    """Zero or less would refuse everything."""
+    values = {name: value for name, value in vars(limits).items() if name.isupper()}
+    assert all(value > 0 for value in values.values())
+
+
+INSIDE = {"together"}
+"""Fields of a load that no caller gives."""
+OF_THE_RUN = {"run", "directions"}
+"""Fields of a save that come from the run, and not from the caller."""
+
+
+def _words(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the keyword-only parameters of a method, and the step, which may also stand alone."""
+    parameters = inspect.signature(method).parameters.values()
+    return {
+        one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY or one.name == "step"
+    }
+
+
+def test_both_saves_take_the_record_of_a_save() -> None:
+    """A field that one of the two forgets, or takes with another default, shows here."""
+    now, later = _words(ckptstore.Run.save), _words(ckptstore.Run.save_async)
+    asked = {one.name for one in fields(SaveRequest)} - OF_THE_RUN
+    assert set(now) == asked | {"retain"}
+    assert set(later) == set(now) | {"if_busy", "stage"}
+    assert {name: later[name] for name in now} == now
+
+
+@pytest.mark.parametrize(
+    ("method", "beside"),
+    [
+        (ckptstore.LazyVersion.load, set()),
+        (ckptstore.Store.load, {"fall_through", "refill", "group"}),
+        (ckptstore.Run.load, {"fall_through", "refill", "group"}),
+    ],
+)
+def test_each_load_takes_the_record_of_a_load(method: Callable[..., Any], beside: set[str]) -> None:
+    """With the same defaults; what is besides says where the bytes may come from."""
+    words = _words(method)
+    found = {one.name: one.default for one in fields(LoadRequest) if one.name not in INSIDE}
+    assert {name: one.default for name, one in words.items() if name not in beside} == found
+    assert set(words) - set(found) == beside
+
+
+def test_the_plain_part_of_a_save_leaves_the_state_behind() -> None:
+    """It goes to another process, where adapters and callbacks of the user cannot go."""
+    adapter: Any = lambda: None  # noqa: E731 - what no pickle holds
+    request = SaveRequest(
+        run="gpt",
+        step=3,
+        directions={"loss": "min"},
+        metrics={"loss": 1.5},
+        tags=["a"],
+        metadata={"n": (1, 2)},
+        codec="raw",
+        derive=False,
+        adapters=[adapter],
+        plain=True,
+        progress=adapter,
+    )
+    plain = request.portable()
+    assert type(plain) is WriteRequest
+    assert plain == WriteRequest(
+        run="gpt",
+        step=3,
+        directions={"loss": "min"},
+        metrics={"loss": 1.5},
+        tags=("a",),
+        metadata={"n": [1, 2]},
+        codec="raw",
+        derive=False,
+    )
+    assert pickle.loads(pickle.dumps(plain)) == plain  # noqa: S301 - our own

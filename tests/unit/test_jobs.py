@@ -21,7 +21,6 @@ from ckptstore.errors import (
     StoragePermissionError,
     StoreNotFoundError,
 )
-from ckptstore.format.keys import commit_key
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import exposition
 from ckptstore.maintenance.core import storage_times
@@ -88,17 +87,6 @@ def test_a_job_copies_what_is_new(tmp_path: Path, reading: Reading) -> None:
         assert cold.verify().ok
 
 
-def test_a_dry_run_changes_nothing(tmp_path: Path, reading: Reading) -> None:
-    """It says what would travel, and makes no target."""
-    _train(tmp_path, 1, 2)
-    job = reading()
-    planned = _step(run_job(job, dry_run=True), "replicate")
-    assert planned["copied"] == 2
-    assert not (tmp_path / "cold").exists()
-    done = _step(run_job(job), "replicate")
-    assert (done["chunks"], done["chunk_bytes"]) == (planned["chunks"], planned["chunk_bytes"])
-
-
 def test_both_stores_keep_what_the_file_says(tmp_path: Path, reading: Reading) -> None:
     """The source keeps the newest, the target the best; collections free the rest."""
     _train(tmp_path, 1, 2, 3, 4)
@@ -137,17 +125,6 @@ def test_what_cannot_be_copied_holds_back_eviction(tmp_path: Path, reading: Read
     assert report.exit_code == 5
     with ckptstore.open(tmp_path / "hot") as hot:
         assert {v.level for v in hot.versions()} == {"full"}
-
-
-def test_only_versions_of_an_age(tmp_path: Path, reading: Reading) -> None:
-    """`older_than` leaves out what is young, `since_s` what is old."""
-    _train(tmp_path, 1, 2)
-    young = run_job(reading('[select]\nolder_than = "1h"\n'))
-    assert _step(young, "replicate")["selected"] == 0
-    with ckptstore.open(tmp_path / "hot") as hot:
-        newest = hot.repo.backend.stat(commit_key(hot.resolve("gpt@2").commit)).modified_at
-    late = run_job(reading(), since_s=newest)
-    assert _step(late, "replicate")["selected"] == 1
 
 
 def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:

@@ -1,4 +1,4 @@
-"""Pages of new memory that a load maps at once: advice, which changes no byte and may fail."""
+"""Memory of a save: touched before it is needed, and tensors that change beside it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,12 @@ import torch
 
 import ckptstore
 from ckptstore import prefault as module
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.config import SYSTEM, CodecChoice, Options
+from ckptstore.events import silent
+from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
+from ckptstore.objects.piece_writer import write_pieces
 from ckptstore.prefault import prefault
 
 PAGE = mmap.PAGESIZE
@@ -75,8 +82,6 @@ class _Answers:
 
 
 # --- what is mapped ------------------------------------------------------------------------------
-
-
 @linux
 def test_whole_pages_of_new_memory_are_mapped_and_no_other() -> None:
     """Neighbours keep their pages as they are; the bytes are zeros as before."""
@@ -146,8 +151,6 @@ def test_a_fork_shares_its_pages_still() -> None:
 
 
 # --- what the kernel may answer ------------------------------------------------------------------
-
-
 @linux
 def test_memory_past_the_end_of_a_file_is_harmless(tmp_path: Path) -> None:
     """A write would be a bus error: the kernel says EFAULT, and the process goes on."""
@@ -216,3 +219,86 @@ def test_a_load_is_complete_whatever_the_kernel_answers(
             assert torch.equal(given[path], tensor)
     if answers is not None:
         assert bool(answers.advised) == (not answers.asked)
+
+
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class _Trained:
+    """A tensor of bytes, all equal, which another thread raises by one again and again."""
+
+    nbytes: int
+    in_place: bool
+    dtype: str = "uint8"
+    itemsize: int = 1
+    row_bytes: int = 1
+    memory: bytearray = field(default_factory=bytearray)
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = bytearray(self.nbytes)
+
+    @property
+    def payload(self) -> _Trained:
+        return self
+
+    def change(self) -> None:
+        """Take a step."""
+        self.changes += 1
+        self.memory[:] = bytes([self.changes % 251]) * self.nbytes
+
+    def view(self) -> memoryview | None:
+        """Give the bytes in place, after a step."""
+        self.change()
+        return memoryview(self.memory).toreadonly() if self.in_place else None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Copy, after a step."""
+        self.change()
+        out[:] = self.memory[start : start + len(out)]
+
+
+class _Between(KnownPieces):
+    """Knows nothing; each look-up, which stands between digest and store, is a step of training."""
+
+    def __init__(self, sources: list[_Trained]) -> None:
+        super().__init__([])
+        self._sources = sources
+
+    def find(self, piece_id: bytes, raw_bytes: int) -> Location | None:
+        """Let every tensor change."""
+        for source in self._sources:
+            source.change()
+        return super().find(piece_id, raw_bytes)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("codec", ["raw", "planes"])
+@pytest.mark.parametrize("size", [3 * CHUNK_BYTES, 1000], ids=["large", "small"])
+def test_what_is_stored_is_what_was_digested(size: int, codec: CodecChoice, in_place: bool) -> None:
+    """Every piece that comes back has its id, and is the tensor between two of its changes."""
+    sources = [_Trained(size, in_place), _Trained(size, in_place)]
+    backend = MemoryBackend(f"changing/{size}/{codec}/{in_place}")
+    written = write_pieces(
+        sources,
+        backend=backend,
+        environment=SYSTEM,
+        options=Options(workers=1),
+        known=_Between(sources),
+        chunk_bytes=CHUNK_BYTES,
+        choice=codec,
+        progress=silent,
+    )
+    outs = [bytearray(int(raw)) for raw in written.table.raw]
+    read_pieces(
+        written.table,
+        [ReadItem(row=row, out=memoryview(out), label="w") for row, out in enumerate(outs)],
+        backend=backend,
+        options=Options(workers=1),
+        progress=silent,
+    )
+
+    assert sum(map(len, outs)) == 2 * size
+    assert all(len(set(out)) == 1 for out in outs)
+    assert all(source.changes > 2 for source in sources)
