@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -355,30 +354,6 @@ def test_it_works_at_low_priority_beside_the_store(tiers: Tiers) -> None:
     assert one._here.log is not tiers.hot.repo.log
     tiers.held.set()
     tiers.hot.close()
-
-
-@pytest.mark.slow
-def test_a_process_that_does_not_close_its_store_ends(tmp_path: Path) -> None:
-    """The interpreter waits a little, and no longer; what is left is caught up with later."""
-    program = """
-import sys, torch, ckptstore
-hot = ckptstore.open(sys.argv[1] + "/hot", create=True)
-hot.add_replica("cold", sys.argv[1] + "/cold", create=True)
-run = hot.run("gpt", write_back="cold")
-for step in range(3):
-    run.save_async({"w": torch.full((1000,), float(step))}, step=step)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        check=False,
-        timeout=_PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    with ckptstore.open(tmp_path / "hot") as hot:
-        assert [version.step for version in hot.versions()] == [0, 1, 2]
-        hot.write_back("cold").wait(timeout_s=_PATIENCE_S)
-        hot.wait_replicated("gpt@0", _PATIENCE_S)
 
 
 def test_a_forked_child_has_none_of_it(tiers: Tiers) -> None:
