@@ -43,6 +43,8 @@ class Region:
     """The first element of the box, by dimension."""
     out: Elements
     """Of the box's shape, with any strides; elements are opaque bytes of the tensor's item size."""
+    shape: tuple[int, ...] | None = None
+    """The tensor's memory in another shape, of elements as large as those of `out`."""
 
 
 @dataclass(slots=True)
@@ -134,15 +136,16 @@ def _pieces(region: Region) -> Iterator[_Piece]:
     """Yield the pieces that hold an element of a region, in stored order."""
     manifest = region.content.manifest
     record = manifest.tensors[region.index]
-    item = ITEM_BYTES[record.dtype]
-    shape, offsets, out = record.shape, region.offsets, region.out
+    offsets, out = region.offsets, region.out
+    item = out.itemsize
+    shape = record.shape if region.shape is None else region.shape
     if not out.size:
         return
-    if record.order is not None:
+    if record.order is not None and region.shape is None:
         shape = tuple(shape[dim] for dim in record.order)
         offsets = tuple(offsets[dim] for dim in record.order)
         out = out.transpose(record.order)
-    ends = piece_ends(manifest, region.index)
+    ends = piece_ends(manifest, region.index) * (ITEM_BYTES[record.dtype] // item)
     for start, block in _blocks_met(record, shape, offsets, out.shape):
         low, high, inside = _common(block, offsets, out)
         reach = _reach(block.sizes, low, high)

@@ -1,4 +1,4 @@
-"""Renaming by prefix: where a leaf of one state goes in another.
+"""Renaming by prefix and by pattern: where a leaf of one state goes in another.
 
 A renaming maps prefixes to replacements. A leaf moves if a prefix is its path, or leads to it; the
 longest such prefix counts, and it is applied once, so that two names can be swapped. The empty
@@ -13,10 +13,17 @@ Text is compared with the dotted text of paths, up to a dot or the end. The keys
   dict with keys such as ``backbone.0.weight``), renames inside of that key.
 
 Tuples of keys say it exactly: ``{("model",): ("net", "inner")}``.
+
+Text with ``*`` is a pattern: ``{"*._orig_mod.*": "*.*"}``. Each ``*`` of the replacement stands for
+what the ``*`` at its place took: any text, dots included, as short as it can be. A first ``*.``
+also takes nothing. Patterns apply after the prefixes, in their order; what is below a pattern moves
+along; one that makes a name shorter applies as often as it fits.
 """
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +32,8 @@ from ckptstore.format.paths import Key, Path, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs, text_node
 
 _INT64_MAX = (1 << 63) - 1
+_BESIDE_NONE = re.compile(r"\*\.|\.?\*")
+"""The ``*`` that takes nothing, and the dot that goes with it."""
 
 
 class Renames:
@@ -52,14 +61,19 @@ class Renames:
             if not texts and not (isinstance(old, tuple) and isinstance(new, tuple)):
                 msg = f"a renaming has two texts or two tuples of keys, not {old!r} and {new!r}"
                 raise InvalidInputError(msg)
+            if texts and old.count("*") not in (0, new.count("*")):
+                msg = f"{old!r} and {new!r} have different numbers of *"
+                raise InvalidInputError(msg, hint="write rename={'*._orig_mod.*': '*.*'}")
+        self._patterns = [
+            (old, _regex(old), new)
+            for old, new in mapping.items()
+            if isinstance(old, str) and isinstance(new, str) and "*" in old
+        ]
+        patterns = {old for old, _, _ in self._patterns}
         # The longest first: it is the most specific.
-        order = sorted(mapping, key=lambda old: -len(_text(old)))
+        order = sorted(mapping.keys() - patterns, key=lambda old: -len(_text(old)))
         self._mapping = {old: mapping[old] for old in order}
         self._unused = {old for old, new in mapping.items() if old != new}
-
-    def __bool__(self) -> bool:
-        """Return whether there is anything to rename."""
-        return bool(self._mapping)
 
     def path(self, path: Path, *, container: bool = False, counts: bool = True) -> Path:
         """Return where what lies at `path` goes.
@@ -76,6 +90,14 @@ class Renames:
         InvalidInputError
             Nothing would be left of the path of a leaf.
         """
+        moved = self._path(path, container=container, counts=counts)
+        text = path_text(moved)
+        new = self._by_patterns(text, counts=counts)
+        if not (new and moved) and not container:
+            raise InvalidInputError(f"nothing would be left of the path {path_text(path)!r}")
+        return moved if new == text else _by_text(moved, text, new, container=container)
+
+    def _path(self, path: Path, *, container: bool, counts: bool) -> Path:
         text = path_text(path)
         for old, new in self._mapping.items():
             if isinstance(old, tuple) and isinstance(new, tuple):
@@ -88,8 +110,6 @@ class Renames:
                 continue
             if counts:
                 self._unused.discard(old)
-            if not found and not container:
-                raise InvalidInputError(f"nothing would be left of the path {text!r}")
             return found
         return path
 
@@ -102,7 +122,24 @@ class Renames:
             if at_keys and _leads(prefix, text):
                 self._unused.discard(old)
                 rest = text[len(prefix) :].removeprefix(".")
-                return ".".join(part for part in (_text(new), rest) if part)
+                text = ".".join(part for part in (_text(new), rest) if part)
+                break
+        return self._by_patterns(text)
+
+    def _by_patterns(self, text: str, *, counts: bool = True) -> str:
+        for old, regex, new in self._patterns:
+            while found := regex.fullmatch(text):
+                if counts:
+                    self._unused.discard(old)
+                before, parts, pieces = text, found.groups(""), new
+                if not parts[0]:
+                    parts, pieces = parts[1:], _BESIDE_NONE.sub("", new, count=1)
+                first, *rest = pieces.split("*")
+                text = first + "".join(map(operator.add, parts, [*rest, ""]))
+                if not found[1]:
+                    text = text.removeprefix(".")
+                if len(text) >= len(before):
+                    break
         return text
 
     def check_all_used(self) -> None:
@@ -118,6 +155,15 @@ class Renames:
             msg = f"there is nothing to rename at {names}"
             hint = "a renaming names dict keys, or whole parts of them between dots"
             raise TensorNotFoundError(msg, hint=hint)
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a pattern: a group for each ``*``, and one for what is below it."""
+    text = "(.+?)".join(map(re.escape, pattern.split("*")))
+    text = re.sub(r"^\(\.\+\?\)\\\.", r"(?:(.+?)\\.)?", text)
+    return re.compile(
+        text.removesuffix("(.+?)") + ("(.+)" if pattern.endswith("*") else r"(\..*)?"), re.DOTALL
+    )
 
 
 def _text(prefix: Pattern) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +23,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
-from ckptstore.format.skeleton import Leaf, prune
+from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import HtmlTable, Shown, bytes_text
@@ -29,8 +31,8 @@ from ckptstore.states.load import LoadRequest, load_state
 from ckptstore.suggestions import Suggesting
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
-from ckptstore.tensors.destination import Destination
-from ckptstore.tensors.restore import MapLocation
+from ckptstore.tensors.destination import Destination, check_record
+from ckptstore.tensors.restore import MapLocation, kind_of
 
 Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
 
@@ -132,7 +134,7 @@ class LazyVersion(Shown):
 
     def __contains__(self, key: object) -> bool:
         """Return whether a tensor has this path."""
-        return key in self._leaves if isinstance(key, tuple) else key in self.keys()
+        return key in (self._leaves if isinstance(key, tuple) else self._texts)
 
     def tensors(self) -> list[TensorInfo]:
         """Return a description of each tensor; tied ones once."""
@@ -148,13 +150,24 @@ class LazyVersion(Shown):
         InvalidInputError
             Several tensors have this text; name one by the tuple of its keys.
         """
-        try:
-            path = find_path(list(self._leaves), key)
-        except errors.TensorNotFoundError as error:
-            if self._whole is None:
-                raise
-            return self._all(error)[key]
+        path = key if isinstance(key, tuple) else self._texts.get(key)
+        if path is None or path not in self._leaves:
+            try:
+                path = find_path(list(self._leaves), key)
+            except errors.TensorNotFoundError as error:
+                if self._whole is None:
+                    raise
+                return self._all(error)[key]
         return LazyTensor(self._repo, self._content, self._leaves[path], self.info)
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, Path | None]:
+        """Paths by their text; None where several have it."""
+        found: dict[str, Path | None] = {}
+        for path in self._leaves:
+            text = path_text(path)
+            found[text] = None if text in found else path
+        return found
 
     def _all(self, error: errors.CkptStoreError) -> LazyVersion:
         """Return the whole of a version that is kept here only in part."""
@@ -207,8 +220,8 @@ class LazyTensor(Suggesting):
     """One tensor of a version, unread. Indexing fetches only the chunks that it needs.
 
     Leading integers and slices select a box, and only pieces that hold an element of it are read;
-    the rest of the index is applied in memory. Views, quantized tensors and NumPy arrays are read
-    whole, then indexed.
+    the rest of the index is applied in memory. Quantized tensors and NumPy arrays are read whole,
+    then indexed.
     """
 
     def __init__(
@@ -219,6 +232,7 @@ class LazyTensor(Suggesting):
         self._content = content
         self._leaf = leaf
         self._record: TensorRecord = content.manifest.tensors[leaf.index]
+        self._kind = kind_of(leaf, self._record)
 
     def __repr__(self) -> str:
         """Return path, dtype and shape."""
@@ -237,17 +251,17 @@ class LazyTensor(Suggesting):
     @property
     def dtype(self) -> str:
         """Torch's name of the stored dtype, without ``torch.``."""
-        return self._record.dtype
+        return self._kind[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the stored tensor, by dimension."""
-        return self._record.shape
+        return self._kind[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored tensor in memory."""
-        return self._record.nbytes
+        return bytes_of(*self._kind)
 
     def __len__(self) -> int:
         """Return the size of the first dimension.
@@ -277,21 +291,11 @@ class LazyTensor(Suggesting):
         StorageError
             The storage failed.
         """
-        path = self._leaf.path
-        content = self._content
-        node = prune(content.node, lambda leaf: leaf[: len(path)] == path)
-        part = Content(
-            manifest=content.manifest,
-            node=node,
-            leaves=tuple(leaf for leaf in content.leaves if leaf.path[: len(path)] == path),
-            labels=content.labels,
-            read=content.read,
-        )
+        return self._load(self._leaf.node)
+
+    def _load(self, node: Node) -> Any:  # noqa: ANN401 - as for load
         with naming_change(self._repo, self._info):
-            found = load_state(self._repo, part, LoadRequest())
-        for key in path:
-            found = found[key]
-        return found
+            return load_state(self._repo, self._content, LoadRequest(), node)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the whole leaf as a NumPy array.
@@ -322,7 +326,7 @@ class LazyTensor(Suggesting):
 
     def __dlpack__(self, **wishes: Any) -> object:  # noqa: ANN401 - of the protocol
         """Return the tensor for ``torch.as_tensor(lazy)`` and other libraries."""
-        return torch.as_tensor(self.load()).detach().__dlpack__(**wishes)
+        return torch.as_tensor(self.load(), device="cpu").detach().__dlpack__(**wishes)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the device of the protocol: the CPU."""
@@ -341,12 +345,15 @@ class LazyTensor(Suggesting):
             The manifest's size does not fit dtype and shape.
         """
         keys = index if isinstance(index, tuple) else (index,)
-        if bytes_of(self.dtype, self.shape) != self.nbytes:
-            msg = f"{self.path}: a record of {self.dtype}{list(self.shape)} has {self.nbytes} bytes"
-            raise errors.CorruptObjectError(msg)
-        if self._leaf.kind not in SLICEABLE:
+        check_record(self._record)
+        node: Any = self._leaf.node
+        if self._leaf.kind not in {*SLICEABLE, "view"}:
             return self._applied(self.load(), keys)
         offsets, sizes, rest = self._box(keys)
+        if self._leaf.kind == "view":
+            skip = sum(map(operator.mul, offsets, node[5])) * ITEM_BYTES[self.dtype]
+            part = [*node[:3], node[3] + skip, list(sizes), node[5]]
+            return self._applied(self._load(part), rest)
         return self._applied(self._fetch(offsets, sizes), rest)
 
     def _applied(self, value: Any, keys: tuple[Any, ...]) -> Any:  # noqa: ANN401

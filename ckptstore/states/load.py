@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.chunking import in_batches
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
@@ -39,8 +40,8 @@ class LoadRequest:
     """The load of a group of ranks that this one is a part of."""
 
 
-def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # noqa: ANN401
-    """Return the state of a version, every byte checked.
+def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = None) -> Any:  # noqa: ANN401 - whatever was saved
+    """Return the state of a version, every byte checked; with `part`, that part of its skeleton.
 
     Tensors are decoded straight into their memory. Host memory beyond the tensors themselves
     stays within ``options.host_bytes``.
@@ -54,9 +55,9 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     StorageError
         The storage failed.
     """
-    wanted = PathFilter(request.include, request.exclude)
-    node: Node = content.node
-    if request.include is not None or request.exclude is not None:
+    node: Node = content.node if part is None else part
+    if part is None and (request.include is not None or request.exclude is not None):
+        wanted = PathFilter(request.include, request.exclude)
         node = prune(node, wanted)
         wanted.check_all_used()
     if request.together is not None:
@@ -70,7 +71,7 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
         leaves=content.leaves if node is content.node else None,
     )
     sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
-    total = sum(sizes.values())
+    total = sum(sizes.values()) + sum(part.nbytes for part in restorer.parts)
     done = 0
     stay = list(filter(restorer.stays, sizes))
     moved = [index for index in sizes if not restorer.stays(index)]
@@ -79,6 +80,9 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
         counted = partial(_count_on, request.progress, done, total)
         read_records(repo, content, restorer, batch, progress=counted)
         done += sum(map(sizes.__getitem__, batch))
+    read_parts(repo, content, restorer)
+    if restorer.parts:
+        request.progress(Progress(stage="read", done=total, total=total))
     return restorer.build()
 
 
@@ -102,6 +106,23 @@ def read_records(
     )
     for _, destination in destinations:
         destination.finish()
+
+
+def read_parts(repo: Repo, content: Content, restorer: Restorer) -> None:
+    """Read the parts that a restorer needs of records of which it needs no more."""
+    host_bytes = repo.options.host_bytes
+    for batch in in_batches(restorer.parts, lambda part: part.nbytes, host_bytes):
+        made = [(part, *part.memory()) for part in batch]
+        regions = [
+            Region(
+                content=content, index=part.index, offsets=part.offsets, out=out, shape=part.shape
+            )
+            for part, _, out in made
+        ]
+        regions.sort(key=lambda region: region.index)
+        read_regions(regions, backend=repo.load_backend, options=repo.options, rounding=to_bfloat16)
+        for part, storage, _ in made:
+            restorer.finish_part(part, storage)
 
 
 def _count_on(progress: ProgressCallback, done: int, total: int, step: Progress) -> None:

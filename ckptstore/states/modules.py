@@ -207,7 +207,7 @@ def metadata_of(node: Node, path: Path, renames: Renames) -> dict[str, Any]:
     for module, values in pairs(given) if isinstance(given, list) and given[0] in MAPS else ():
         if isinstance(module, str) and not iter_leaves(values):
             inside = (*path, *filter(None, (module,)), "_")
-            built = Builder({}, (), {}, {}).build(values)
+            built = Builder({}, (), {}, {}, {}).build(values)
             found[renames.text(inside).rpartition(".")[0]] = built
     for key, value in pairs(node):
         found |= metadata_of(value, (*path, decode_key(key)), renames)

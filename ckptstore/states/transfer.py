@@ -26,7 +26,7 @@ from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
-from ckptstore.states.load import read_records
+from ckptstore.states.load import read_parts, read_records
 from ckptstore.states.modules import ModuleTarget, metadata_of, values_of
 from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.tensors.narrowing import castable, losses
@@ -407,6 +407,7 @@ class _Transfer:
     def _read(self, nodes: Sequence[Node], into: object = None) -> list[Any]:
         restorer = Restorer(["l", *nodes], self._records, into=into or None, checked=True)
         read_records(self._repo, self._content, restorer, restorer.needed)
+        read_parts(self._repo, self._content, restorer)
         values: list[Any] = restorer.build()
         return values
 

@@ -19,6 +19,7 @@ from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.arrays import TWINS, array_over, build_dtype, build_scalar
 from ckptstore.tensors.composed import dressed
+from ckptstore.tensors.parts import Part
 from ckptstore.tensors.quantized import build_quantized
 from ckptstore.tensors.tensor_bytes import (
     as_integers,
@@ -90,12 +91,15 @@ class Builder:
         Adapters by name.
     targets
         Existing tensors, by path, that hold the leaf's values and are returned in its place.
+    parts
+        By the id of a ``V`` node whose base is not read: the part that it is in, and its bytes.
     """
 
     _tensors: Mapping[int, torch.Tensor]
     _records: Sequence[TensorRecord]
     _adapters: Mapping[str, TypeAdapter]
     _targets: Mapping[Path, torch.Tensor]
+    _parts: Mapping[int, tuple[Part, torch.Tensor]]
     _objects: dict[str, Any] = field(default_factory=dict, init=False)
 
     def build(self, node: Node) -> Any:  # noqa: ANN401 - whatever was saved
@@ -193,6 +197,9 @@ class Builder:
 
     def _plain_tensor(self, node: list[Any]) -> torch.Tensor:
         """Return a new tensor of a ``T`` or ``V`` node, without flags, on the base's memory."""
+        if found := self._parts.get(id(node)):
+            part, memory = found
+            return part.tensor(memory.untyped_storage(), node)
         base = self._tensors[node[1]]
         storage = base.untyped_storage()
         if node[0] == "T":

@@ -52,7 +52,7 @@ class Destination:
             self._storage, start = into.untyped_storage(), offset_of(into)
             self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
             return
-        self._storage = _host_memory(record.nbytes, pinned=device.type == "cuda")
+        self._storage = host_memory(record.nbytes, pinned=device.type == "cuda")
         self.view = memory_of(self._storage, 0, record.nbytes)
 
     def finish(self) -> torch.Tensor:
@@ -76,7 +76,14 @@ class Destination:
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
 
 
-def _host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
+def host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
+    """Return new memory of the CPU.
+
+    Raises
+    ------
+    LimitError
+        It cannot be allocated.
+    """
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=pinned)
     except RuntimeError as error:
@@ -86,7 +93,7 @@ def _host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
 
 def _gathered(record: TensorRecord, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
     """Return new memory with a tensor's bytes row by row, gathered from its blocks."""
-    storage = _host_memory(record.nbytes)
+    storage = host_memory(record.nbytes)
     out = memory_of(storage, 0, record.nbytes)
     gather(blocks, record.shape, ITEM_BYTES[record.dtype], stored, out)
     return storage

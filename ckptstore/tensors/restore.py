@@ -6,7 +6,8 @@ The order of calls, by the loader:
 1. for each index of ``restorer.needed``, in any order and from any thread: ``destination(index)``;
 2. decode the tensor's bytes into ``destination.view``;
 3. ``destination.finish()``;
-4. once all are finished, in one thread: ``restorer.build()``.
+4. for each of ``restorer.parts``: fill its memory, then ``finish_part``;
+5. once all are finished, in one thread: ``restorer.build()``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, check_record
 from ckptstore.tensors.overlaps import Fill, clashes, overlaps_itself
-from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
+from ckptstore.tensors.parts import Part, plan_parts, view_node
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, tensor_over
 
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str | torch.device] | Callable[..., Any] | None"
@@ -100,17 +102,22 @@ class Restorer:
                 raise StateError(msg, hint="pass adapters=[TypeAdapter(...)] on load as on save")
             self._adapters[name] = found
         self._leaves = iter_leaves(skeleton) if leaves is None else leaves
-        self.needed: tuple[int, ...] = tuple(sorted({leaf.index for leaf in self._leaves}))
-        """Indices of the records to read."""
-        for index in self.needed:
+        used = {leaf.index for leaf in self._leaves}
+        for index in used:
             check_record(records[index])
             dtype_named(records[index].dtype)
+        self.parts: list[Part] = plan_parts(self._leaves, records)
+        """Parts to read of records that only views of a part refer to."""
+        used -= {part.index for part in self.parts}
+        self.needed: tuple[int, ...] = tuple(sorted(used))
+        """Indices of the records to read whole."""
         self._devices = self._place(map_location)
         self._targets: dict[Path, torch.Tensor] = {}
         self._direct: dict[int, torch.Tensor] = {}
         if into is not None:
             self._plan_into(into, checked=checked)
         self._finished: dict[int, Destination] = {}
+        self._memory: dict[int, tuple[Part, torch.Tensor]] = {}
 
     def stays(self, index: int) -> bool:
         """Return whether a record is for the CPU, and decoded into its final memory."""
@@ -122,6 +129,12 @@ class Restorer:
         found = Destination(self._records[index], self._devices.get(index, _CPU), into)
         self._finished[index] = found
         return found
+
+    def finish_part(self, part: Part, storage: torch.UntypedStorage) -> None:
+        """Take the memory of a part, which has been filled, and move it to its device."""
+        memory = tensor_over(storage, torch.uint8, 0, (part.nbytes,), (1,))
+        memory = memory.to(self._devices.get(part.index, _CPU))
+        self._memory.update(dict.fromkeys(part.views, (part, memory)))
 
     def build(self) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state. Every needed destination must have been filled.
@@ -135,7 +148,7 @@ class Restorer:
         """
         tensors = {index: self._finished[index].finish() for index in self.needed}
         self._finished.clear()
-        builder = Builder(tensors, self._records, self._adapters, self._targets)
+        builder = Builder(tensors, self._records, self._adapters, self._targets, self._memory)
         state = builder.build(self._skeleton)
         count_changes(self._targets.values())
         return state
@@ -155,7 +168,7 @@ class Restorer:
 
     def _plan_into(self, into: object, *, checked: bool) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
-        viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and _is_view(leaf)}
+        viewed = {leaf.index for leaf in self._leaves if view_node(leaf)}
         for path, target in _tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None and any(found[: len(path)] == path for found in by_path):
@@ -277,13 +290,6 @@ def _check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> Non
             f"{list(target.shape)} in into",
             hint="leave it out of into, or of the load (exclude=)",
         )
-
-
-def _is_view(leaf: Leaf) -> bool:
-    """Return whether a leaf is a view of only a part of its record's memory."""
-    node = leaf.node
-    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
-    return isinstance(inner, list) and inner[0] == "V"
 
 
 def unfillable(target: torch.Tensor) -> str:

@@ -36,6 +36,14 @@ from ckptstore.format.skeleton_check import validate
         (("state", 0, "m"), {"state.0": "state.7"}, ("state", 7, "m")),
         (("state", 0, "m"), {("state", 0): ("state", "7")}, ("state", "7", "m")),
         (("a.b", "w"), {("a.b",): ("a", "b")}, ("a", "b", "w")),
+        (("m", "X.a.X.w"), {"*.X.*": "*.*"}, ("m", "a.w")),
+        (("X", "a", "X"), {"*.X": "*"}, ("a",)),
+        (("X", "a"), {"*.X": "m.*"}, ("m", "a")),
+        (("h", 0, "w"), {"h.*.w": "layers.*.v"}, ("layers", 0, "v")),
+        (("m", "h.0.X.w"), {"m": "n", "*.X.*": "*.*"}, ("n", "h.0.w")),
+        (("m", "a.b.w"), {"*.b": "*.X.b"}, ("m", "a.X.b.w")),
+        (("a\nb.XX.w",), {"*.X.*": "*.*"}, ("a\nb.XX.w",)),
+        (("a*", "w"), {("a*",): ("b*",)}, ("b*", "w")),
     ],
 )
 def test_a_leaf_moves_as_documented(
@@ -50,11 +58,13 @@ def test_a_leaf_moves_as_documented(
 
 def test_what_is_no_renaming_is_refused() -> None:
     """Types, and a leaf that would have no name."""
-    for wrong in ({"a": ("b",)}, {1: "a"}, [("a", "b")]):
+    for wrong in ({"a": ("b",)}, {1: "a"}, [("a", "b")], {"*.a": "b"}):
         with pytest.raises(InvalidInputError):
             Renames(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="nothing would be left"):
         Renames({"w": ""}).path(("w",))
+    with pytest.raises(InvalidInputError, match="nothing would be left"):
+        Renames({"*.w": "*"}).path(("w",))
 
 
 def _node(state: Any, leaf: list[int]) -> Node:  # noqa: ANN401 - nested dicts

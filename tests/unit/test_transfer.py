@@ -14,8 +14,8 @@ import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
-from ckptstore.format.paths import Pattern
 from ckptstore.repo import create_on
+from ckptstore.states import rename_hints
 
 
 def _model(outputs: int = 10, *, seed: int = 0) -> nn.Sequential:
@@ -230,31 +230,36 @@ def test_shapes_of_which_none_fits_are_an_error(store: ckptstore.Store) -> None:
 @pytest.mark.parametrize(
     ("saved", "wanted", "rename"),
     [
-        ("model", "", {"model": ""}),
-        ("", "model", {"": "model"}),
-        ("model.module", "model", {"model.module": "model"}),
-        ("model", "_orig_mod", {"model": "_orig_mod"}),
-        ("net.body", "encoder", {"net.body": "encoder"}),
+        ("model.{}.w", "{}.w", {"model": ""}),
+        ("{}.w", "model.{}.w", {"": "model"}),
+        ("model.module.{}.w", "model.{}.w", {"model.module": "model"}),
+        ("model.{}.w", "_orig_mod.{}.w", {"model": "_orig_mod"}),
+        ("net.body.{}.norm.w", "encoder.{}.norm.w", {"net.body": "encoder"}),
+        ("layers.{}.X.w", "layers.{}.w", {"*.X.*": "*.*"}),
+        ("layers.{}.w", "layers.{}.X.w", {"layers.*.*": "layers.*.X.*"}),
+        ("model.X.layers.{}.X.w", "layers.{}.w", {"model": "", "*.X.*": "*.*"}),
+        ("net.layers.{}.X.a.X.w", "net.layers.{}.a.w", {"*.X.*": "*.*"}),
     ],
 )
+@pytest.mark.parametrize("wrapper", rename_hints._WRAPPERS)
 def test_the_message_names_the_renaming_that_fits(
-    memory: MemoryBackend, saved: str, wanted: str, rename: dict[Pattern, Pattern]
+    memory: MemoryBackend, saved: str, wanted: str, rename: dict[str, str], wrapper: str
 ) -> None:
-    """Names that differ by one prefix: the hint is the argument with which all of them load."""
+    """A prefix, a wrapper of each layer or both: with the hint's argument, all names load."""
+    saved, wanted = saved.replace("X", wrapper), wanted.replace("X", wrapper)
+    argument: Any = {k.replace("X", wrapper): v.replace("X", wrapper) for k, v in rename.items()}
     store = ckptstore.Store(create_on(memory))
-    names = ["0.weight", "0.bias", "1.norm.weight", "1.norm.bias"]
-    values = {name: torch.full((2,), 1.0 + place) for place, name in enumerate(names)}
-    state = {f"{saved}.{name}".strip("."): value for name, value in values.items()}
+    state = {saved.format(n): torch.full((2,), 1.0 + n) for n in range(12)}
     store.run("r").save({**state, "other.1.bias": torch.ones(3)}, step=1)
-    target = {f"{wanted}.{name}".strip("."): torch.zeros(2) for name in names}
+    target = {wanted.format(n): torch.zeros(2) for n in range(12)}
 
     with pytest.raises(InvalidInputError, match="nothing that fits") as told:
         store.load_into("r", target)
-    report = store.load_into("r", target, rename=rename, strict=False)
+    report = store.load_into("r", target, rename=argument, strict=False)
 
-    assert told.value.hint == f"pass rename={rename!r}"
+    assert told.value.hint == f"pass rename={argument!r}"
     assert report.missing == ()
-    assert [value.tolist() for value in target.values()] == [v.tolist() for v in values.values()]
+    assert [value.tolist() for value in target.values()] == [[1.0 + n] * 2 for n in range(12)]
 
 
 def test_new_layers_do_not_hide_the_renaming(store: ckptstore.Store) -> None:
