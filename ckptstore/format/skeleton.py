@@ -73,7 +73,9 @@ BUFFER_TRANSIENT: Final = 8
 # Where the key-value pairs, or the items, of a container begin.
 MAPS: Final = {"d": 1, "o": 2, "dd": 2, "ct": 1}
 SEQUENCES: Final = {"l": 1, "t": 1, "q": 2}
-LEAF_KINDS: Final = {"T": "tensor", "V": "view", "N": "numpy", "B": "bytes"}
+LEAF_KINDS: Final = {
+    "T": "tensor", "V": "view", "N": "numpy", "B": "bytes", "Q": "quantized", "G": "generator",
+}  # fmt: skip
 
 # First bytes of MessagePack arrays, maps and extensions: an upper bound of how many containers a
 # record makes the decoder build (the same bytes also occur inside of strings and numbers).
@@ -192,19 +194,16 @@ def _collect(node: list[Node], path: Path, leaves: list[Leaf]) -> None:
         if isinstance(node[2], list):
             _collect(node[2], path, leaves)
     elif tag in LEAF_KINDS:
-        leaves.append(_leaf(path, node, node))
-    elif tag == "Q":
-        leaves.append(_leaf(path, node, node[1]))
-        if isinstance(node[5], list):
+        leaves.append(_leaf(path, node))
+        if tag == "Q" and isinstance(node[5], list):
             _collect(node[5], (*path, "quantizer"), leaves)
-    elif tag == "G":
-        leaves.append(_leaf(path, node, node[2]))
 
 
-def _leaf(path: Path, node: list[Node], inner: Node) -> Leaf:
+def _leaf(path: Path, node: list[Node]) -> Leaf:
+    inner = node[1] if node[0] == "Q" else node[2] if node[0] == "G" else node
     if not isinstance(inner, list) or not isinstance(inner[1], int):
         raise CorruptObjectError("a leaf of the skeleton has no tensor index")
-    kind = {"Q": "quantized", "G": "generator"}.get(str(node[0]), LEAF_KINDS.get(str(inner[0]), ""))
+    kind = LEAF_KINDS[str(node[0])]
     if kind == "tensor" and len(node) > 2 and isinstance(node[2], int):
         kind = "parameter" if node[2] & PARAMETER else "buffer" if node[2] & BUFFER else kind
     return Leaf(path=path, kind=kind, index=inner[1], node=node)

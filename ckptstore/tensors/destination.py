@@ -21,7 +21,7 @@ class Destination:
     Parameters
     ----------
     record
-        Its dtype, shape and order.
+        Its dtype, shape and order; checked.
     device
         Device of the finished tensor; devices other than the CPU are reached through host memory
         (pinned for CUDA) of the tensor's size.
@@ -34,14 +34,11 @@ class Destination:
     ------
     LimitError
         The memory cannot be allocated.
-    CorruptObjectError
-        The record's size does not fit its dtype and shape, or its order is no permutation.
     """
 
     def __init__(
         self, record: TensorRecord, device: torch.device = _CPU, into: torch.Tensor | None = None
     ) -> None:
-        check_record(record)
         self._record = record
         self._device = device
         self._into = into

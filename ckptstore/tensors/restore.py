@@ -155,6 +155,8 @@ class Restorer:
 
     def _place(self, map_location: MapLocation) -> dict[int, torch.device]:
         devices: dict[int, torch.device] = {}
+        if map_location is None:
+            return devices
         known: dict[str, torch.device] = {}
         for leaf in self._leaves:
             if leaf.kind in _ON_CPU or self._records[leaf.index].role == "rng":
