@@ -20,6 +20,7 @@ from ckptstore.errors import StateError
 from ckptstore.format.paths import Path
 from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
+from ckptstore.states.lazy import LazyTensor
 from ckptstore.tensors.build_state import Builder
 
 EXTRA: Final = "_extra_state"
@@ -212,3 +213,20 @@ def metadata_of(node: Node, path: Path, renames: Renames) -> dict[str, Any]:
     for key, value in pairs(node):
         found |= metadata_of(value, (*path, decode_key(key)), renames)
     return found
+
+
+# --- parameters that are divided among ranks ------------------------------------------------------
+
+
+def is_divided(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor; does not import its module."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def own_part(stored: LazyTensor, own: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor
+    """Return the part of a stored tensor that this rank has of a DTensor; reads no more."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as part_of
+
+    sizes, starts = part_of(own.shape, own.device_mesh, own.placements)
+    box = tuple(slice(at, at + size) for at, size in zip(starts, sizes, strict=True))
+    return torch.as_tensor(stored[box], device=own.to_local().device)

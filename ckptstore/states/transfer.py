@@ -26,8 +26,9 @@ from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
+from ckptstore.states.lazy import LazyTensor
 from ckptstore.states.load import read_parts, read_records
-from ckptstore.states.modules import ModuleTarget, metadata_of, values_of
+from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_part, values_of
 from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
@@ -38,6 +39,8 @@ _log = logging.getLogger("ckptstore")
 
 _TAKEN = frozenset({"tensor", "parameter", "buffer", "view", "numpy"})
 _SEEN = _TAKEN | {"quantized"}
+_BOXES = frozenset({"Shard", "Replicate"})
+"""Placements of DTensors with which a rank has a box of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +294,17 @@ class _Transfer:
             if place is None or (heads and path[:-1][:1] not in heads):
                 continue
             self._taken |= {path + leaf.path for leaf in iter_leaves(node)}
-            target, leaf = self._own.get(name), self._sources.get(name)
+            target: Any = self._own.get(name)
+            leaf = self._sources.get(name)
             why = ""
             if leaf is not None and target is not None and not is_lazy(target):
-                dtype = kind_of(leaf, self._records[leaf.index])[0]
+                dtype, shape = kind_of(leaf, self._records[leaf.index])
                 other = not self._request.cast and dtype != _dtype(target)
                 why = "on the meta device" if target.is_meta else "dtype" if other else ""
+                if is_divided(target) and not why:
+                    boxes = all(type(one).__name__ in _BOXES for one in target.placements)
+                    why = "shape" if tuple(target.shape) != shape else ""
+                    why = why or ("" if boxes else f"divided as {target.placements}")
                 self._given[name] = dtype, _dtype(target)
             if why and target is not None:
                 self._refuse(name, target, why)
@@ -417,10 +425,26 @@ class _Transfer:
         for batch in in_batches(
             parts, lambda one: self._nbytes(one[1].values()), self._repo.options.host_bytes
         ):
-            read = iter(self._read([node for _, part in batch for node in part.values()]))
+            named = [(start, n, node) for start, part in batch for n, node in part.items()]
+            whole = [node for start, n, node in named if not self._is_divided(start + n)]
+            read = iter(self._read(whole))
             for start, part in batch:
-                given = {name: _tensor(next(read)) for name in part}
-                yield {n: value for n, value in given.items() if self._passes(start + n, value)}
+                yield {name: value for name in part for value in self._given_as(start + name, read)}
+
+    def _is_divided(self, name: str) -> bool:
+        return name in self._sources and is_divided(self._own.get(name))
+
+    def _given_as(self, name: str, read: Iterator[Any]) -> Iterator[Any]:
+        """Yield the value that a module is given, unless a cast would lose some of it."""
+        own: Any = self._own.get(name)
+        if not self._is_divided(name):
+            value = _tensor(next(read))
+            yield from [value] if self._passes(name, value) else []
+            return
+        part = own_part(LazyTensor(self._repo, self._content, self._sources[name]), own)
+        if self._passes(name, part):
+            about = {"shape": own.shape, "stride": own.stride(), "run_check": False}
+            yield type(own).from_local(part, own.device_mesh, own.placements, **about)
 
     def _passes(self, name: str, value: Any) -> bool:  # noqa: ANN401 - any value
         """Return whether a module is given a value: unless a cast would lose some of it."""

@@ -23,6 +23,7 @@ __all__ = [
     "differences",
     "mesh_of",
     "model_state",
+    "shard_model",
     "sharded",
     "state_of",
     "tensors",
@@ -158,7 +159,7 @@ def model_state(kind: str, world: int, *, seed: int = 1) -> dict[str, Any]:
     even = kind == "fsdp_and_tensor_parallel"
     model = Net(16, 32) if even else Net(10, 21)
     if world:
-        _shard_model(model, kind, world)
+        shard_model(model, kind, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     for _ in range(2):
         for parameter in model.parameters():
@@ -170,7 +171,8 @@ def model_state(kind: str, world: int, *, seed: int = 1) -> dict[str, Any]:
     return {"model": weights, "optimizer": moments}
 
 
-def _shard_model(model: Net, kind: str, world: int) -> None:
+def shard_model(model: Net, kind: str, world: int) -> None:
+    """Divide a model among ranks."""
     if kind == "tensor_parallel":
         parallelize_module(model, mesh_of(world, 1), _PLAN)
         return
