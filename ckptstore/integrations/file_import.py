@@ -45,6 +45,7 @@ _INDEX: Final = ".index.json"
 _USUAL: Final = ("adapter_model", "model", "pytorch_model")
 """Names that PEFT and Transformers give files of weights, up to the first dot, in their order."""
 _MODEL: Final = "model"
+_STORAGES: Final = (torch.TypedStorage, torch.UntypedStorage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,11 +329,39 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
             with path.open("rb") as file:
                 found = path if mapped else file
                 state = torch.load(found, map_location="cpu", mmap=mapped, weights_only=True)
+            state = _storages_as_tensors([state])[0]
     except OSError:
         raise
     except Exception as error:  # torch may raise any error on a hostile pickle
         raise _torch_problem(path, error) from error
     return _Read(state=state, format="torch", files=(path.name,), metadata={})
+
+
+def _storages_as_tensors(state: list[Any]) -> list[Any]:
+    """Return a list; storages in its dicts, lists and their tuples have become tensors."""
+    todo: list[Any] = [state]
+    seen: set[int] = set()
+    while todo:
+        box = todo.pop()
+        if id(box) in seen:
+            continue
+        seen.add(id(box))
+        for key, value in [*(box.items() if isinstance(box, dict) else enumerate(box))]:
+            parts = value if type(value) is tuple else (value,)
+            todo += [one for one in parts if isinstance(one, dict | list)]
+            if any(isinstance(one, _STORAGES) for one in parts):
+                found = tuple(map(_storage_as_tensor, parts))
+                box[key] = found if parts is value else found[0]
+    return state
+
+
+def _storage_as_tensor(value: Any) -> Any:
+    """Return a tensor of one dimension over the memory of a storage; other values as they are."""
+    if not isinstance(value, _STORAGES):
+        return value
+    raw = getattr(value, "_untyped_storage", value)
+    one = torch.empty(0, dtype=getattr(value, "dtype", torch.uint8))
+    return one.set_(raw, 0, (len(value),), (1,))
 
 
 def _torch_problem(path: Path, error: Exception) -> errors.CkptStoreError:

@@ -858,6 +858,29 @@ def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_pat
         import_file(store, tmp_path / "link.safetensors", run="hub", step=2)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_storages_come_as_tensors_of_one_dimension(
+    store: ckptstore.Store, tmp_path: Path, *, zipped: bool
+) -> None:
+    """weights_only reads them; they share memory with the tensors that they hold."""
+    whole = torch.arange(4.0)
+    raw = whole.untyped_storage()
+    kind: Any = torch.TypedStorage
+    typed = kind(wrap_storage=raw, dtype=torch.float32, _internal=True)
+    state: dict[str, Any] = {"w": whole, "typed": typed, "pair": (typed, [typed])}
+    if zipped:  # the old form has no such storage
+        state["deep"] = [{"raw": torch.arange(3).byte().untyped_storage()}]
+    path = _saved(tmp_path, "s.pt", state, _use_new_zipfile_serialization=zipped)
+    import_file(store, path, run="r", step=1)
+    found = store.load("r@1")
+    assert torch.equal(found["typed"], whole)
+    assert found["typed"].data_ptr() == found["w"].data_ptr() == found["pair"][1][0].data_ptr()
+    assert torch.equal(found["pair"][0], whole)
+    if zipped:
+        assert found["deep"][0]["raw"].tolist() == [0, 1, 2]
+
+
 def test_archive_that_torch_would_not_write_is_refused(
     store: ckptstore.Store, tmp_path: Path
 ) -> None:
