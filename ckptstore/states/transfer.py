@@ -130,7 +130,7 @@ def _words(item: Mismatch) -> str:
     return f"{found} into {item.target_dtype}{list(item.target_shape)}{other}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job(Fill):
     """One leaf to read into one tensor."""
 

@@ -18,7 +18,7 @@ from ckptstore.tensors.aliasing import memory_array, share
 from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Fill:
     """A tensor to fill, and what it is filled from."""
 
@@ -77,19 +77,20 @@ def clashes(fills: Iterable[AnyFill]) -> list[tuple[AnyFill, AnyFill]]:
 
 def _overlapping(fills: Iterable[AnyFill]) -> Iterator[tuple[AnyFill, AnyFill]]:
     """Yield pairs with a byte in common; also those where that is too hard to tell."""
-    near: list[tuple[tuple[str, int], AnyFill]] = []
-    spans = sorted(
-        ((str(one.target.device), one.target.data_ptr()), place, one)
-        for place, one in enumerate(fills)
-        if one.target.numel()
-    )
-    for (device, start), _, one in spans:
-        near = [it for it in near if it[0] > (device, start)]
-        for _, other in near:
+    spans: list[tuple[str, int, int, int, AnyFill]] = []
+    for place, one in enumerate(fills):
+        target = one.target
+        if nbytes := extent_of(target) * target.element_size():
+            start = target.data_ptr()
+            device = "" if target.is_cpu else str(target.device)
+            spans.append((device, start, start + nbytes, place, one))
+    near: list[tuple[str, int, AnyFill]] = []
+    for device, start, stop, _, one in sorted(spans):
+        near = [it for it in near if it[0] == device and it[1] > start] if near else near
+        for _, _, other in near:
             if share(*(memory_array(it.target, it.target.data_ptr()) for it in (one, other))):
                 yield other, one
-        stop = start + extent_of(one.target) * one.target.element_size()
-        near.append(((device, stop), one))
+        near.append((device, stop, one))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.tensors.destination import host_memory
 from ckptstore.tensors.tensor_bytes import dtype_named, memory_of, tensor_over
 
-_ALIGNED = 16
+VIEWS: Final = frozenset({"view", "quantized"})
+"""Kinds of leaves that may view a part of their record."""
+
+_ALIGNED: Final = 16
 """Bytes of the largest element."""
 
 T = TypeVar("T")
@@ -63,9 +66,11 @@ def view_node(leaf: Leaf) -> list[Any] | None:
     return inner if isinstance(inner, list) and inner[0] == "V" else None
 
 
-def plan_parts(leaves: Iterable[Leaf], records: Sequence[TensorRecord]) -> list[Part]:
+def plan_parts(leaves: Sequence[Leaf], records: Sequence[TensorRecord]) -> list[Part]:
     """Return what to read of records of which only views are loaded; others are read whole."""
     found: dict[int, list[list[Any]] | None] = {}
+    if not any(leaf.kind in VIEWS for leaf in leaves):
+        return []
     for leaf in leaves:
         node = view_node(leaf)
         if node is None or records[leaf.index].blocks is not None:

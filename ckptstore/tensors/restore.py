@@ -29,7 +29,7 @@ from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, check_record
 from ckptstore.tensors.overlaps import Fill, clashes, overlaps_itself
-from ckptstore.tensors.parts import Part, plan_parts, view_node
+from ckptstore.tensors.parts import VIEWS, Part, plan_parts, view_node
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, tensor_over
 
 MapLocation: TypeAlias = (
@@ -170,7 +170,7 @@ class Restorer:
 
     def _plan_into(self, into: object, *, checked: bool) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
-        viewed = {leaf.index for leaf in self._leaves if view_node(leaf)}
+        viewed = {leaf.index for leaf in self._leaves if leaf.kind in VIEWS and view_node(leaf)}
         for path, target in _tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None and any(found[: len(path)] == path for found in by_path):
