@@ -100,7 +100,7 @@ class RoleRules:
         tops = {key: child for key, child in _items(node) if _holds(child)}
         self._tops = frozenset(tops)
         self._flat = not any(_items(child) for child in tops.values())
-        self._search(node, (), names=2)
+        self._search(node, _items(node), (), names=2)
 
     def __call__(self, path: Path) -> str:
         """Return the role of the tensor at `path`."""
@@ -136,37 +136,39 @@ class RoleRules:
 
     # --- parts of a state that are known ------------------------------------------------------
 
-    def _search(self, node: Node, path: Path, *, names: int) -> None:
+    def _search(
+        self, node: Node, items: Sequence[tuple[Any, Node]], path: Path, *, names: int
+    ) -> None:
         """Find the parts that are not weights; names count on the next `names` levels."""
-        items = _items(node)
         if known := _structure(node, items):
             self._found[path] = known
             return
         small = (self._is_generator(child) or self._nbytes(child) <= 16 for _, child in items)
         lengths = {_CPU_BYTES} if all(small) else set()
         for key, child in items:
-            words = _words(key)
-            known = _structure(child, _items(child))
+            words, inner = _words(key), _items(child)
+            known = _structure(child, inner)
             if known is None and words and names:
                 known = self._named(words, child)
             if self._is_generator(child, lengths):
                 known = "rng", "a generator's state, by its type and length"
             if known is not None and (not self._flat or known[0] == "rng"):
                 self._found[(*path, key)] = known
-            elif type(child) is list:
+            elif inner:
                 below = 0 if _WORDS["network"].intersection(words) else max(names - 1, 0)
-                self._search(child, (*path, key), names=below)
+                self._search(child, inner, (*path, key), names=below)
 
     def _named(self, words: Sequence[str], node: Node) -> tuple[str, str] | None:
         """Return the role that a name gives, if the values are such as it names."""
-        kind = _KINDS.get(words[-1], "")
-        leaves = iter_leaves(node) if kind else []
+        kind = _KINDS.get(words[-1])
+        if kind is None:
+            return None
+        leaves = iter_leaves(node)
         records = [self._records[leaf.index] for leaf in leaves]
         paths = [[x for k in leaf.path if type(k) is str for x in k.split(".")] for leaf in leaves]
         whole = not any(record.dtype.startswith(("float", "bfloat", "c")) for record in records)
         keys = [key for key, _ in _items(node)]
         fits = {
-            "": False,
             "optimizer": not _WORDS["weak"].intersection(words)
             or any(_WORDS["inner"].intersection(path) for path in paths),
             "schedule": all(math.prod(record.shape) <= 1 for record in records)
@@ -200,9 +202,11 @@ def _is_state(record: TensorRecord) -> bool:
 
 def _structure(node: Node, items: Sequence[tuple[Any, Node]]) -> tuple[str, str] | None:
     """Return what a part of a state is by its form alone."""
-    keys = {key for key, _ in items}
     if isinstance(node, list) and (node[0] == "G" or node[:2] == ["t", "MT19937"]):
         return "rng", "a generator"
+    if not items:
+        return None
+    keys = {key for key, _ in items}
     if {"bit_generator", "state"} <= keys:
         return "rng", "a generator of NumPy"
     if {"param_groups", "state"} <= keys:
@@ -222,7 +226,9 @@ def _items(node: Node) -> list[tuple[Any, Node]]:
         return _items(node[2])
     if node[0] in MAPS:
         return [(decode_key(key), child) for key, child in pairs(node)]
-    items = node[SEQUENCES.get(str(node[0]), len(node)) :]
+    if node[0] not in SEQUENCES:
+        return []
+    items = node[SEQUENCES[str(node[0])] :]
     return [(at, child) for at, child in enumerate(items) if type(child) is list]
 
 

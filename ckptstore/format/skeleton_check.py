@@ -99,7 +99,8 @@ class _Checker:
         seen: set[Key] = set()
         for at in range(start, len(node), 2):
             key = self._key(node[at], path, depth)
-            _require(key not in seen, path, f"the key {key!r} occurs twice")
+            if key in seen:
+                raise _bad(path, f"the key {key!r} occurs twice")
             seen.add(key)
             self.check(node[at + 1], (*path, key), depth + 1)
 
@@ -126,7 +127,8 @@ class _Checker:
     def tensor(self, node: list[object], path: Path, _depth: int) -> None:
         _require(2 <= len(node) <= 5, path, "a tensor has the wrong number of fields")
         self.index(node[1], path)
-        _check_tail(node[2:], path)
+        if len(node) > 2:
+            _check_tail(node[2:], path)
 
     def index(self, value: object, path: Path) -> int:
         if type(value) is not int or not 0 <= value < len(self._tensor_bytes):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,10 @@ class Written:
     """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
 
 
+_Member: TypeAlias = "tuple[int, bytes, int]"
+"""A piece of a slab: its row, its id and its length."""
+
+
 class _Rows:
     """The rows of the table in the making; each is filled by one worker."""
 
@@ -150,6 +155,20 @@ class _Rows:
                 self._bases[slot] = place.base
         self._ids[slot] = np.frombuffer(piece_id, np.uint8)
         self._numbers[slot] = numbers
+
+    def fill_slab(self, members: Sequence[_Member], place: Location) -> None:
+        """Say that pieces lie one after the other in the slab at `place`, a column at a time."""
+        with self._lock:
+            numbers = numbers_of(0, place, self._packs)
+        slots, ids, sizes = zip(*members, strict=True)
+        rows, raw = np.array(slots), np.array(sizes)
+        ends = raw.cumsum()
+        self._ids[rows] = np.frombuffer(b"".join(ids), np.uint8).reshape(-1, 32)
+        self._numbers[rows] = numbers
+        self._numbers["raw"][rows] = raw
+        self._numbers["inner"][rows] = ends - raw
+        stored = (place.stored_bytes + CHUNK_HEADER_BYTES) * ends // ends[-1]
+        self.stored_new[rows] = np.diff(stored, prepend=0)
 
     def repeat(self, slot: int, of: int) -> None:
         """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
@@ -344,19 +363,25 @@ class _PieceWrite:
     def _small_pieces(self, turn: int, job: PieceJob, buffer: memoryview, spent: _Spent) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()
-        filled = 0
-        members: list[tuple[int, bytes, int, int]] = []
-        for source, slot, foreseen in zip(job.sources, job.slots, job.foreseen, strict=True):
-            if foreseen is not None and self._share(slot, foreseen, source.nbytes):
-                continue
-            end = filled + source.nbytes
-            staged = buffer[filled:end]
-            _stage(source, 0, staged)
+        due = [
+            (source, slot)
+            for source, slot, foreseen in zip(job.sources, job.slots, job.foreseen, strict=True)
+            if foreseen is None or not self._share(slot, foreseen, source.nbytes)
+        ]
+        _stage_all([source for source, _ in due], buffer)
+        stop = filled = 0
+        members: list[_Member] = []
+        for source, slot in due:
+            size = source.nbytes
+            start, stop = stop, stop + size
+            staged = buffer[start:stop]
             piece_id = blake3_digest(staged)
-            if self._share(slot, piece_id, source.nbytes) or not self._claim(slot, piece_id):
+            if self._share(slot, piece_id, size) or not self._claim(slot, piece_id):
                 continue
-            members.append((slot, piece_id, filled, source.nbytes))
-            filled = end
+            if filled < start:  # one before it is left out
+                buffer[filled : filled + size] = staged
+            members.append((slot, piece_id, size))
+            filled += size
         hashed = self.clock()
         spent.hashing_s += hashed - began
         if not members:
@@ -365,11 +390,7 @@ class _PieceWrite:
         encoded = encode(slab, job.layout, self.choice)
         slab_id = members[0][1] if len(members) == 1 else blake3_digest(slab)
         place = self._append(turn, encoded, slab_id, filled, spent, hashed)
-        stored = place.stored_bytes + CHUNK_HEADER_BYTES
-        for slot, piece_id, inner, length in members:
-            self.rows.fill(slot, piece_id, length, replace(place, inner=inner))
-            share = stored * (inner + length) // filled - stored * inner // filled
-            self.rows.stored_new[slot] = share
+        self.rows.fill_slab(members, place)
 
     def _append(
         self, turn: int, encoded: Encoded, chunk_id: bytes, size: int, spent: _Spent, hashed: float
@@ -403,6 +424,18 @@ class _PieceWrite:
         with self.lock:
             self.done += length
             self.progress(Progress(stage="write", done=self.done, total=self.total))
+
+
+def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
+    """Copy tensors one after the other into `out`; those of torch in one call, where they can."""
+    payloads = [source.payload for source in sources]
+    together = getattr(payloads[0], "copy_together", None) if payloads else None
+    if together is not None and together(payloads, out):
+        return
+    start = 0
+    for source in sources:
+        _stage(source, 0, out[start : start + source.nbytes])
+        start += source.nbytes
 
 
 def _stage(source: Source, start: int, out: memoryview) -> None:

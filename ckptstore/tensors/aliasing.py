@@ -86,7 +86,7 @@ class Pending:
             order=self.order,
             paths=tuple(self.paths),
             payload=self.payload,
-            watched=tuple(leaf.tensor for leaf in (*self.whole, *(leaf for leaf, _ in self.views))),
+            watched=tuple([one.tensor for one in self.whole + [leaf for leaf, _ in self.views]]),
         )
 
 
@@ -116,8 +116,9 @@ def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
     if len(occurrences) == 1:
         tensor = occurrences[0].tensor
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            shape = tuple(tensor.shape)
-            if tensor.stride() == strides_of(shape, None):  # the common case, made fast
+            shape = tensor.shape
+            plain = 0 not in shape and 1 not in shape  # then its strides are those of its shape
+            if plain or tensor.stride() == strides_of(shape, None):  # the common case, made fast
                 return [_whole(occurrences, tensor, None, dense=True)]
     by_view: dict[tuple[object, ...], list[Occurrence]] = {}
     for occurrence in occurrences:
