@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -93,6 +93,8 @@ class Builder:
         Existing tensors, by path, that hold the leaf's values and are returned in its place.
     parts
         By the id of a ``V`` node whose base is not read: the part that it is in, and its bytes.
+    alone
+        Records of one leaf: its tensor is the finished one, and no other object is over its memory.
     """
 
     _tensors: Mapping[int, torch.Tensor]
@@ -100,6 +102,7 @@ class Builder:
     _adapters: Mapping[str, TypeAdapter]
     _targets: Mapping[Path, torch.Tensor]
     _parts: Mapping[int, tuple[Part, torch.Tensor]]
+    _alone: Collection[int] = ()
     _objects: dict[str, Any] = field(default_factory=dict, init=False)
 
     def build(self, node: Node) -> Any:  # noqa: ANN401 - whatever was saved
@@ -193,6 +196,8 @@ class Builder:
             elif mine.data_ptr() != theirs.data_ptr() or mine.stride() != theirs.stride():
                 mine.copy_(theirs)
             return target
+        if node[0] == "T" and node[1] in self._alone:
+            return dressed(self._tensors[node[1]], _flags(node))
         return self._once(repr(node), lambda: dressed(self._plain_tensor(node), _flags(node)))
 
     def _plain_tensor(self, node: list[Any]) -> torch.Tensor:

@@ -49,8 +49,9 @@ class Destination:
             self._storage, start = into.untyped_storage(), offset_of(into)
             self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
             return
-        self._storage = host_memory(record.nbytes, pinned=device.type == "cuda")
-        self.view = memory_of(self._storage, 0, record.nbytes)
+        memory = _host_bytes(record.nbytes, pinned=device.type == "cuda")
+        self._storage = memory.untyped_storage()
+        self.view = memoryview(memory.numpy() if record.nbytes else bytearray())  # type: ignore[arg-type]
 
     def finish(self) -> torch.Tensor:
         """Return the tensor, moved to its device. `view` must have been filled.
@@ -73,7 +74,7 @@ class Destination:
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
 
 
-def host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
+def host_memory(nbytes: int) -> torch.UntypedStorage:
     """Return new memory of the CPU.
 
     Raises
@@ -81,11 +82,14 @@ def host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
     LimitError
         It cannot be allocated.
     """
+    return _host_bytes(nbytes).untyped_storage()
+
+
+def _host_bytes(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     try:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=pinned)
+        return torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=pinned)
     except RuntimeError as error:
         raise LimitError(f"no memory for a tensor of {nbytes} bytes") from error
-    return memory.untyped_storage()
 
 
 def _gathered(record: TensorRecord, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:

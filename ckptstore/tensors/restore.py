@@ -12,7 +12,7 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -148,7 +148,11 @@ class Restorer:
         """
         tensors = {index: self._finished[index].finish() for index in self.needed}
         self._finished.clear()
-        builder = Builder(tensors, self._records, self._adapters, self._targets, self._memory)
+        leaves = Counter([leaf.index for leaf in self._leaves])
+        alone = {index for index, count in leaves.items() if count == 1}
+        builder = Builder(
+            tensors, self._records, self._adapters, self._targets, self._memory, alone
+        )
         state = builder.build(self._skeleton)
         count_changes(self._targets.values())
         return state
