@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ckptstore.backends.base import Backend
+from ckptstore.collector_pause import collector_paused
 from ckptstore.config import Options
 from ckptstore.encodings.encoding import DERIVED, LOSSLESS, form_name
 from ckptstore.errors import CkptStoreError, CorruptObjectError
@@ -143,6 +144,7 @@ class Content:
         return [row for place in places for row in range(first[place], first[place + 1])]
 
 
+@collector_paused()
 def read_content(manifest: Manifest) -> Content:
     """Decode and validate the skeleton of a manifest.
 

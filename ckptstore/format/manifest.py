@@ -44,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
+from ckptstore.collector_pause import collector_paused
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
 from ckptstore.format.blocks import Blocks, tiling_problem
@@ -394,6 +395,7 @@ def _bases_records(manifest: Manifest) -> list[TensorRecord]:
     return [bases_record(int(manifest.pieces.raw[manifest.first[-1] :].sum(dtype=np.uint64)))]
 
 
+@collector_paused()
 def decode(data: bytes, *, where: str, version: str) -> Manifest:
     """Return the manifest in `data`, every number within its limits and consistent.
 

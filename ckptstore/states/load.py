@@ -12,6 +12,7 @@ from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.chunking import in_batches
+from ckptstore.collector_pause import collector_paused
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.format.skeleton import Node, prune
@@ -62,14 +63,15 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
         wanted.check_all_used()
     if request.together is not None:
         content = request.together.shared(content)
-    restorer = Restorer(
-        node,
-        content.manifest.tensors,
-        adapters=request.adapters,
-        map_location=request.map_location,
-        into=request.into,
-        leaves=content.leaves if node is content.node else None,
-    )
+    with collector_paused():
+        restorer = Restorer(
+            node,
+            content.manifest.tensors,
+            adapters=request.adapters,
+            map_location=request.map_location,
+            into=request.into,
+            leaves=content.leaves if node is content.node else None,
+        )
     sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
     total = sum(sizes.values()) + sum(part.nbytes for part in restorer.parts)
     done = 0
@@ -95,10 +97,14 @@ def read_records(
     progress: ProgressCallback = silent,
 ) -> None:
     """Read some of the records that a restorer needs, and finish their tensors."""
-    destinations = [(index, restorer.destination(index)) for index in indices]
+    with collector_paused():
+        destinations = [(index, restorer.destination(index)) for index in indices]
+        ranges = [
+            Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations
+        ]
     read_ranges(
         content,
-        [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
+        ranges,
         backend=repo.load_backend,
         options=repo.options,
         progress=progress,

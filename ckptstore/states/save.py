@@ -9,6 +9,7 @@ from ckptstore.backends.transfers import operation
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
+from ckptstore.collector_pause import collector_paused
 from ckptstore.config import check_choice
 from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.events import ProgressCallback, silent
@@ -64,8 +65,9 @@ def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
     began = repo.environment.monotonic()
     repo.check_writable()
     check_choice(request.codec)
-    flat = flatten(state, request.adapters, plain=request.plain)
-    draft = draft_of(flat, request.roles, request.encodings)
+    with collector_paused():
+        flat = flatten(state, request.adapters, plain=request.plain)
+        draft = draft_of(flat, request.roles, request.encodings)
     settle(flat.tensors)
     version, _ = write_version(
         repo,

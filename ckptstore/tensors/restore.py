@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
+from ckptstore.collector_pause import collector_paused
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.manifest import TensorRecord
@@ -136,6 +137,7 @@ class Restorer:
         memory = memory.to(self._devices.get(part.index, _CPU))
         self._memory.update(dict.fromkeys(part.views, (part, memory)))
 
+    @collector_paused()
     def build(self) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state. Every needed destination must have been filled.
 
