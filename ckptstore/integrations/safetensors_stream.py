@@ -6,10 +6,11 @@ Others are brought into order some rows at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +26,15 @@ from ckptstore.format.dtypes import ITEM_BYTES, strides_of
 from ckptstore.hashing import Hasher
 from ckptstore.integrations.safetensors_plan import FileTensor
 from ckptstore.objects.joining import Growing
+from ckptstore.objects.piece_reader import read_alone
 from ckptstore.repo import Repo
+
+Window = Callable[[Growing], Sequence[memoryview]]
+"""Reads and checks the bytes of a window, in that memory or in memory of their own."""
+
+
+class Scratch(threading.local, Growing):
+    """Memory for stored bytes that are decoded, used again; each thread has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class PlannedFile:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return self.stops[-1]
+        return self.stops[-1] if self.stops else len(self.header)
 
 
 @dataclass(slots=True)
@@ -73,6 +82,8 @@ class _Segment:
     first: int
     """The first element in the tensor, and the one after the last."""
     stop: int
+    row: int | None
+    """In the piece table, of the stored piece that begins with the first element, if one does."""
 
     def served(self, memory: memoryview) -> memoryview:
         """Return the bytes of the file, from those that were read."""
@@ -82,7 +93,7 @@ class _Segment:
 
 @dataclass(slots=True)
 class FileStream:
-    """Reads of one file by one thread at a time."""
+    """Reads of one file; one thread at a time asks for windows, any thread reads them."""
 
     content: Content
     repo: Repo
@@ -91,9 +102,7 @@ class FileStream:
     """Bytes of tensors that are read at a time; one piece at least."""
     view_bytes_max: int | None = None
     """Largest base of a view that is not contiguous, which is held whole."""
-    rooms: Iterator[Growing] | None = None
-    """Memory to use again: a part stays until the next but one is asked for. None: as long as it is
-    referred to."""
+    scratch: Scratch = field(default_factory=Scratch)
     made: dict[int, tuple[int, Hasher]] = field(default_factory=dict)
     """Digest of each tensor with a recipe, up to an element, if all before it was read."""
 
@@ -109,31 +118,35 @@ class FileStream:
         StorageError
             The storage failed.
         """
+        for window in self.windows(start, stop):
+            yield from window(Growing())
+
+    def windows(self, start: int, stop: int) -> Iterator[Window]:
+        """Yield the windows of a range, in order; see :meth:`read`."""
+        ends = self.file.stops
+        touched = slice(bisect_right(ends, start), bisect_left(ends, stop) + 1)
         if start < len(self.file.header) and start < stop:
-            yield memoryview(self.file.header)[start:stop]
+            yield _known(memoryview(self.file.header)[start:stop])
         batch: list[_Segment] = []
         held = 0
-        for at in range(bisect_right(self.file.stops, start), len(self.file.weights)):
-            weight, end = self.file.weights[at], self.file.stops[at]
+        for weight, end in zip(self.file.weights[touched], ends[touched], strict=True):
             begin = end - weight.served.nbytes
-            if begin >= stop:
-                break
             low, high = max(0, start - begin), min(stop, end) - begin
             if low >= high:
                 continue
             base = _base(weight.stored)
             if base is None:
-                yield from self._read(batch)
+                yield self._window(batch)
                 batch, held = [], 0
-                yield from self._rearranged(weight, low, high)
+                yield from map(_known, self._rearranged(weight, low, high))
                 continue
             for segment in self._segments(weight, base, low, high):
                 if batch and held + segment.part.nbytes > self.window_bytes:
-                    yield from self._read(batch)
+                    yield self._window(batch)
                     batch, held = [], 0
                 batch.append(segment)
                 held += segment.part.nbytes
-        yield from self._read(batch)
+        yield self._window(batch)
 
     def _segments(self, weight: Weight, base: int, low: int, high: int) -> Iterator[_Segment]:
         """Yield the segments of a range of a tensor's bytes in the file."""
@@ -141,11 +154,14 @@ class FileStream:
         item, out = ITEM_BYTES[one.dtype], ITEM_BYTES[weight.served.dtype]
         unit = ITEM_BYTES[record.dtype]
         ends = (piece_ends(self.content.manifest, one.index) * unit - base) // item
+        first = None if record.recipe else self.content.manifest.first[one.index]
         at, last = low // out, -(-high // out)
         while at < last:
-            most = max(at + self.window_bytes // item, int(ends[bisect_right(ends, at)]))
+            piece = bisect_right(ends, at)
+            most = max(at + self.window_bytes // item, int(ends[piece]))
             stop = int(ends[bisect_right(ends, most) - 1])
             stop = last if most >= last else stop
+            begins = int(ends[piece - 1]) if piece else -base // item
             begin, end = base + at * item, base + stop * item
             lead = begin % unit
             nbytes = min(record.nbytes, -(-end // unit) * unit) - (begin - lead)
@@ -158,15 +174,24 @@ class FileStream:
                 high=min(high, stop * out) - at * out,
                 first=at,
                 stop=stop,
+                row=first + piece if first is not None and at == begins else None,
             )
             at = stop
 
-    def _read(self, batch: list[_Segment]) -> Iterator[memoryview]:
-        """Yield the bytes of some segments, which are read together."""
-        if not batch:
-            return
-        size = sum(segment.part.nbytes for segment in batch)
-        memory = next(self.rooms)(size) if self.rooms else memoryview(bytearray(size))
+    def _window(self, batch: list[_Segment]) -> Window:
+        """Return the window of some segments; it is read already where the order counts."""
+        if all(segment.row is not None for segment in batch):
+            return partial(self._read, batch)
+        return _known(*self._read(batch, Growing()))
+
+    def _read(self, batch: list[_Segment], room: Growing) -> list[memoryview]:
+        """Return the bytes of some segments, which are read together."""
+        memory = room(sum(segment.part.nbytes for segment in batch))
+        row = batch[0].row if len(batch) == 1 and self.content.read is None else None
+        if row is not None:
+            table, backend = self.content.manifest.pieces, self.repo.load_backend
+            if read_alone(table, row, memory, backend, self.scratch):
+                return [batch[0].served(memory)]
         ranges, at = [], 0
         for segment in batch:
             ranges.append(replace(segment.part, out=memory[at : at + segment.part.nbytes]))
@@ -177,8 +202,9 @@ class FileStream:
             assert one.out is not None  # noqa: S101  # for the type checker: it was just read
             self._check(segment, one.out)
             parts.append(segment.served(one.out))
-        whole = sum(map(len, parts)) == len(memory) and not any(_is_cast(s.weight) for s in batch)
-        yield from [memory] if whole else parts
+        if any(_is_cast(one.weight) for one in batch) or sum(map(len, parts)) < len(memory):
+            return parts
+        return [memory] if batch else []
 
     def _fetch(self, ranges: list[Range]) -> None:
         backend, options = self.repo.load_backend, self.repo.options
@@ -234,6 +260,10 @@ class FileStream:
         element = np.dtype(f"V{ITEM_BYTES[one.dtype]}")
         strides = [step * element.itemsize for step in steps]
         return np.ndarray(one.shape, element, memory, offset, strides)
+
+
+def _known(*parts: memoryview) -> Window:
+    return lambda _: parts
 
 
 def _base(one: FileTensor) -> int | None:

@@ -36,7 +36,7 @@ from ckptstore.objects.plan import ChunkRead, ReadItem, Span, finer, plan_spans
 from ckptstore.objects.threads import in_threads
 from ckptstore.prefault import prefault
 
-__all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_pieces"]
+__all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_alone", "read_pieces"]
 
 
 FailureCallback = Callable[[ReadItem, CkptStoreError], None]
@@ -84,6 +84,36 @@ def read_pieces(
             return
         items, backend, progress = failed, past, silent
     _read(table, items, backend, options, progress, on_failure)
+
+
+def read_alone(
+    table: PieceTable, row: int, out: memoryview, backend: Backend, scratch: Growing
+) -> bool:
+    """Read a piece that fills a chunk; return whether `out` holds it, checked.
+
+    In the fewest steps: what is wrong with other pieces :func:`read_pieces` tells.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    stored, at = int(table.stored[row]), int(table.offset[row])
+    if int(table.slab[row]) != len(out) or table.base_of(row) is not None:
+        return False
+    key = pack_key(table.packs[int(table.pack[row])])
+    try:
+        if stored == len(out):
+            backend.read_into(key, at + CHUNK_HEADER_BYTES, [out])
+        else:
+            memory = scratch(CHUNK_HEADER_BYTES + stored)
+            backend.read_into(key, at, [memory])
+            body = memory[CHUNK_HEADER_BYTES:]
+            chunk = ChunkRead(offset=at, stored_bytes=stored, raw_bytes=len(out), items=())
+            _decode(_checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
+    except (CorruptObjectError, NotFoundError):
+        return False
+    return blake3_digest(out) == table.ids[row].tobytes()
 
 
 def _read(

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ckptstore.backends.transfers import Threads
+from ckptstore.integrations.safetensors_stream import Scratch
 from ckptstore.serving.model_folder import ModelFolder, ServedFile
-from ckptstore.serving.parts_sender import EXTENSION, Parts, ahead
-from ckptstore.serving.serving_limits import DOWNLOAD_WAIT_S, DOWNLOADS_MAX
+from ckptstore.serving.parts_sender import SENDER, Parts, read_ahead
+from ckptstore.serving.serving_limits import DOWNLOAD_WAIT_S, DOWNLOADS_MAX, DOWNLOADS_WIDE
 
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
 _TYPES = {".json": "application/json", ".md": "text/plain; charset=utf-8"}
@@ -31,7 +32,8 @@ class Downloads:
 
     def __init__(self, reads: int) -> None:
         self._readers = Threads(min(reads, DOWNLOADS_MAX), thread_name_prefix="ckptstore-serve")
-        self._turns = asyncio.Semaphore(DOWNLOADS_MAX)
+        self._scratch = Scratch()
+        self._active = asyncio.Queue[None](DOWNLOADS_MAX)
 
     async def answer(
         self, request: Request, folder: ModelFolder, name: str, headers: Mapping[str, str]
@@ -58,11 +60,15 @@ class Downloads:
         if request.method == "HEAD":
             return Response(status_code=status, headers=sent)
         try:
-            await asyncio.wait_for(self._turns.acquire(), DOWNLOAD_WAIT_S)
+            await asyncio.wait_for(self._active.put(None), DOWNLOAD_WAIT_S)
         except TimeoutError:
             raise HTTPException(503, "too many downloads", {"Retry-After": "5"}) from None
-        parts = ahead(folder.read(name, start, stop, reuse=True), self._readers)
-        return _Download(parts, status, sent, self._turns.release)
+        stream = folder.stream(name, self._scratch)
+        parts = read_ahead(stream, start, stop, self._readers, self._windows)
+        return _Download(parts, status, sent, self._active.get_nowait)
+
+    def _windows(self) -> int:
+        return 3 if self._active.qsize() <= DOWNLOADS_WIDE else 2
 
 
 class _Download(Response):
@@ -80,7 +86,7 @@ class _Download(Response):
         start = {"status": self.status_code, "headers": self.raw_headers}
         try:
             await send({"type": "http.response.start", **start})
-            await scope["extensions"][EXTENSION](self._parts)
+            await scope["state"][SENDER].send(self._parts, send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._release()

@@ -9,18 +9,16 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ckptstore.backends.oserrors import translate
 from ckptstore.errors import InvalidInputError, StorageError
 from ckptstore.serving import serving_limits as limits
 from ckptstore.serving.app import ServeApp
-from ckptstore.serving.parts_sender import EXTENSION, Parts, PartsSender
+from ckptstore.serving.parts_sender import SENDER, PartsSender
 from ckptstore.serving.versions import ServedVersions
 
 
@@ -109,33 +107,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _with_sender(
-    app: ASGIApp, connection: _Connection, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Answer a request; what sends files is in its scope."""
-
-    async def send_parts(parts: Parts) -> None:
-        await connection.flow.drain()
-        await connection.sender.send(parts, send)
-
-    scope["extensions"] = {EXTENSION: send_parts}
-    await app(scope, receive, send)
-
-
 class _Connection(H11Protocol):
     """Closes itself when its client neither asks nor reads."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # A body may use the memory of a part for the next but one, and asyncio (from Python 3.12
-        # on) refers to what it could not send yet: so a part waits until all before it are sent.
+        # A body uses the memory of a part again, and asyncio (from Python 3.12 on) refers to what
+        # it could not send yet: so a part waits until all before it are sent.
         # With a limit of 0, TLS would call a connection full that has nothing to send.
         self.tls = transport.get_extra_info("ssl_object") is not None
         transport.set_write_buffer_limits(high=1 if self.tls else 0, low=0)
         self.written = self.taken = 0
         self.idle_looks = 0
         self.sender = PartsSender(transport)
-        self.app = partial(_with_sender, self.app, self)
+        self.app_state = {SENDER: self.sender}
         write = transport.write
 
         def counted(data: Any) -> None:  # noqa: ANN401 - any buffer
@@ -155,6 +140,10 @@ class _Connection(H11Protocol):
             self._make_room()
         self.loop.call_later(limits.CONNECTION_CHECK_S, self._look)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.sender.free.set()
+
     @property
     def busy(self) -> bool:
         """True while a request is answered."""
@@ -173,7 +162,7 @@ class _Connection(H11Protocol):
             return
         left = self.transport.get_write_buffer_size()
         taken = self.written - left + self.sender.sent
-        slow = left + self.sender.left and taken - self.taken < limits.READER_BYTES_MIN
+        slow = left + len(self.sender.left) and taken - self.taken < limits.READER_BYTES_MIN
         self.taken = taken
         self.idle_looks = 0 if self.busy else self.idle_looks + 1
         if slow or self.idle_looks > 1:

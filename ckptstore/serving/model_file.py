@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ckptstore.objects.joining import Growing
 from ckptstore.serving.model_folder import ModelFolder
 from ckptstore.serving.serving_limits import WINDOW_BYTES
 
@@ -28,6 +29,7 @@ class _File(io.RawIOBase):
         self._size = folder.file(name).nbytes
         self._sent = sent
         self._at = 0
+        self._room = Growing()
         self._left = memoryview(b"")
         self._stream: Iterator[memoryview] | None = None
 
@@ -49,7 +51,8 @@ class _File(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any writable buffer
         if not self._left:
             if self._stream is None:
-                self._stream = self._folder.read(self.name, self._at, reuse=True)
+                windows = self._folder.stream(self.name).windows(self._at, self._size)
+                self._stream = (part for window in windows for part in window(self._room))
             self._left = next(self._stream, memoryview(b""))
         out = memoryview(buffer).cast("B")
         count = min(len(out), len(self._left))

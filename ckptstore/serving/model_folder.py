@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any, Final
 
 from ckptstore.catalog.catalog import Catalog
@@ -32,10 +32,9 @@ from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
 from ckptstore.hashing import blake3_of
 from ckptstore.integrations.pretrained_files import CONFIGS, described, names_digest
 from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, file_tensor
-from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile, Weight
+from ckptstore.integrations.safetensors_stream import FileStream, PlannedFile, Scratch, Weight
 from ckptstore.limits import PRETRAINED_BYTES_MAX
 from ckptstore.model import Version
-from ckptstore.objects.joining import Growing
 from ckptstore.repo import Repo
 from ckptstore.serving import serving_limits as limits
 from ckptstore.store import Store
@@ -92,14 +91,9 @@ class ModelFolder:
         return sorted({start + name.partition("/")[0] for name in inside})
 
     def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, reuse: bool = False
+        self, name: str, start: int = 0, stop: int | None = None
     ) -> Generator[memoryview, None, None]:
         """Yield the bytes of a range of a file, some MiB at a time, each after it was checked.
-
-        Parameters
-        ----------
-        reuse
-            The memory of a part is used again for the next but one.
 
         Raises
         ------
@@ -110,16 +104,14 @@ class ModelFolder:
         StorageError
             The storage failed.
         """
-        one = self.file(name)
-        stop = one.nbytes if stop is None else min(stop, one.nbytes)
-        if isinstance(one.content, PlannedFile):
-            stream = FileStream(
-                self.manifest, self.repo, one.content, limits.WINDOW_BYTES, limits.VIEW_BYTES_MAX
-            )
-            stream.rooms = cycle((Growing(), Growing())) if reuse else None
-            yield from stream.read(start, stop)
-        elif start < stop:
-            yield memoryview(one.content)[start:stop]
+        yield from self.stream(name).read(start, self.file(name).nbytes if stop is None else stop)
+
+    def stream(self, name: str, scratch: Scratch | None = None) -> FileStream:
+        """Return a file for reads of its windows; see :meth:`read`."""
+        made = self.file(name).content
+        planned = made if isinstance(made, PlannedFile) else PlannedFile(made, ())
+        sizes = limits.WINDOW_BYTES, limits.VIEW_BYTES_MAX
+        return FileStream(self.manifest, self.repo, planned, *sizes, scratch or Scratch())
 
 
 def parse_dtype(text: str) -> str:
@@ -192,11 +184,8 @@ def open_folder(
     files.setdefault("README.md", model_card(catalog, version, adapter=adapter))
     found = {}
     for name, made in sorted(files.items()):
-        if isinstance(made, bytes):
-            size, etag = len(made), etag_of([made])
-        else:
-            size, etag = made.nbytes, etag_of_weights(made, content)
-        found[name] = ServedFile(name, made, size, etag)
+        planned = PlannedFile(made, ()) if isinstance(made, bytes) else made
+        found[name] = ServedFile(name, made, planned.nbytes, etag_of_weights(planned, content))
     return ModelFolder(repo, version, content, dtype, found)
 
 
@@ -367,12 +356,7 @@ def etag_of_weights(file: PlannedFile, content: Content) -> str:
         else:
             ids = content.manifest.pieces.ids[content.rows(one.index)]
             parts += [repr(record.identity).encode(), ids.tobytes()]
-    return etag_of(parts)
-
-
-def etag_of(parts: Iterable[bytes]) -> str:
-    """Return the ETag of some bytes: the beginning of their BLAKE3 digest."""
-    return blake3_of(tuple(parts)).hex()[:_ETAG_CHARS]
+    return blake3_of(parts).hex()[:_ETAG_CHARS]
 
 
 def find_weights(content: Content) -> list[FileTensor]:

@@ -1,39 +1,76 @@
-"""Sends the body of a download from a thread, while another one reads its next part.
+"""Sends the body of a download, while threads read its next windows.
 
-It writes to the socket itself: the event loop copies what a socket does not take at once.
+It writes to the socket itself, as soon as that takes bytes: the event loop copies, or keeps, what a
+socket does not take at once. So no thread waits for a client, and memory is free for the next
+window once its bytes are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from concurrent.futures import Executor, wait
-from contextlib import closing
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import aclosing
+from itertools import count
+from typing import Final
 
-from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from ckptstore.integrations.safetensors_stream import FileStream, Window
 from ckptstore.limits import KIB
+from ckptstore.objects.joining import Growing
 
-EXTENSION = "ckptstore.parts"
-"""In the scope of a request whose connection has a sender: its ``send``."""
+SENDER: Final = "ckptstore.sender"
+"""In the state of a request's scope: the sender of its connection."""
 
-Parts = Generator[memoryview, None, None]
+Parts = AsyncGenerator[memoryview, None]
+_MORE: Final = {"type": "http.response.body", "more_body": True}
+_SLICE_BYTES: Final = 256 * KIB
 
 
-def ahead(parts: Parts, readers: Executor) -> Parts:
-    """Yield each part while the next is read in a thread; `parts` are closed at the end."""
-    coming = readers.submit(next, parts, None)
-    with closing(parts):
-        try:
-            while (part := coming.result()) is not None:
-                coming = readers.submit(next, parts, None)
+async def read_ahead(
+    stream: FileStream, start: int, stop: int, readers: Executor, most: Callable[[], int]
+) -> Parts:
+    """Yield the parts of a range while threads read the next windows.
+
+    The memory of a part is used again once the next part is asked for.
+
+    Parameters
+    ----------
+    most
+        Returns how many windows may be in memory: the one that is sent, and others that are read.
+    """
+    loop = asyncio.get_running_loop()
+    numbers, rooms = count(), list[Growing]()
+    numbered, planned = enumerate(stream.windows(start, stop)), dict[int, Window]()
+    planning = threading.Lock()
+    coming = deque[asyncio.Future[tuple[Sequence[memoryview], Growing] | None]]()
+
+    def read(number: int, room: Growing) -> tuple[Sequence[memoryview], Growing] | None:
+        with planning:  # threads come in any order
+            while number not in planned and (following := next(numbered, None)):
+                planned.update([following])
+            window = planned.pop(number, None)
+        return None if window is None else (window(room), room)
+
+    try:
+        while True:
+            while len(coming) < most():
+                room = rooms.pop() if rooms else Growing()
+                coming.append(loop.run_in_executor(readers, read, next(numbers), room))
+            if (found := await coming[0]) is None:
+                break
+            coming.popleft()
+            for part in found[0]:
                 yield part
-        finally:
-            wait([coming])
+            rooms = [found[1]]
+        await asyncio.gather(*coming)  # one may have failed for a window before its own
+    finally:
+        await asyncio.gather(*coming, return_exceptions=True)
 
 
 class PartsSender:
@@ -42,19 +79,20 @@ class PartsSender:
     Parameters
     ----------
     transport
-        The connection's; what was written to it must have been sent before a body is.
+        The connection's; each message waits until all before it was sent.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.sent = 0
         """Bytes that the socket took so far."""
-        self.left = 0
-        """Bytes of a part that it did not take yet."""
-        self._stopped = False
+        self.left = memoryview(b"")
+        """What it did not take yet of a part."""
+        self.free = asyncio.Event()
+        """Set when it took all, or the connection is lost."""
 
     async def send(self, parts: Parts, send: Callable[[Message], Awaitable[None]]) -> None:
-        """Send parts, each in memory that stays until the next but one is asked for.
+        """Send parts, each in memory that stays until the next is asked for.
 
         Raises
         ------
@@ -65,46 +103,52 @@ class PartsSender:
         """
         if self._transport.is_closing():
             raise ClientDisconnect
-        message = {"type": "http.response.body", "more_body": True}
-        if self._transport.get_extra_info("ssl_object") is not None:
-            try:
-                while (part := await run_sync(next, parts, None)) is not None:
-                    # A transport with TLS counts what was sent by whole calls of this.
-                    for at in range(0, len(part), 256 * KIB):
-                        await send({**message, "body": part[at : at + 256 * KIB]})
-                    if self._transport.is_closing():
-                        raise ClientDisconnect
-            finally:
-                await run_sync(parts.close)
-            return
-        before, self._stopped = self.sent, False
-        line = self._transport.get_extra_info("socket").dup()
+        await send({**_MORE, "body": b""})  # the headers are sent then
+        about = self._transport.get_extra_info
+        line = None if about("ssl_object") else about("socket").dup()
+        before = self.sent
         try:
-            whole = await run_sync(self._run, parts, line, abandon_on_cancel=True)
+            async with aclosing(parts):
+                async for part in parts:
+                    await (self._take(part, line) if line else self._encrypt(part, send))
         finally:
-            self._stopped = True
-            # Of this length, for those who count; the connection leaves it out.
-            await send({**message, "body": range(self.sent - before)})
-        if not whole:
+            if line:
+                line.close()
+                # Of this length, for those who count; the connection leaves it out.
+                await send({**_MORE, "body": range(self.sent - before)})
+
+    async def _encrypt(self, part: memoryview, send: Callable[[Message], Awaitable[None]]) -> None:
+        """Send a part in slices, since a transport with TLS counts whole calls as sent or not."""
+        for at in range(0, len(part) + _SLICE_BYTES, _SLICE_BYTES):  # the last is empty, and waits
+            await send({**_MORE, "body": part[at : at + _SLICE_BYTES]})
+        if self._transport.is_closing():
             raise ClientDisconnect
 
-    def _run(self, parts: Parts, line: socket.socket) -> bool:
-        """Return whether all parts were sent."""
-        with line, closing(parts):
-            return all(self._take(part, line) for part in parts)
+    async def _take(self, part: memoryview, line: socket.socket) -> None:
+        """Return once the socket took all of a part."""
+        if self._transport.is_closing():
+            raise ClientDisconnect
+        loop = asyncio.get_running_loop()
+        self.left = part
+        self.free.clear()
+        loop.add_writer(line, self._push, line)
+        try:
+            await self.free.wait()
+            if self.left:
+                raise ClientDisconnect
+        finally:
+            loop.remove_writer(line)
+            self.left = memoryview(b"")
 
-    def _take(self, part: memoryview, line: socket.socket) -> bool:
-        poll = select.poll()
-        poll.register(line, select.POLLOUT)
-        self.left = len(part)
-        while self.left and not self._stopped and not self._transport.is_closing():
-            try:
-                count = line.send(part[-self.left :])
-            except BlockingIOError:
-                poll.poll(1000)  # milliseconds until it looks whether to go on
-                continue
-            except OSError:
-                break
-            self.sent += count
-            self.left -= count
-        return not self.left
+    def _push(self, line: socket.socket) -> None:
+        """Give the socket what it takes now."""
+        try:
+            count = line.send(self.left)
+        except BlockingIOError:
+            return
+        except OSError:  # the client left: nothing more is taken
+            count = 0
+        self.sent += count
+        self.left = self.left[count:]
+        if not count or not self.left:
+            self.free.set()

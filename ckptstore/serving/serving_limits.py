@@ -27,6 +27,9 @@ REFRESH_S: Final = 0.5
 # below 300 MiB (measured by tests/serving/test_hardening.py).
 DOWNLOADS_MAX: Final = 16
 DOWNLOAD_WAIT_S: Final = 30.0
+# Up to so many of them have three windows in memory each, others two. Source: two processors then
+# decode for one client, and 4 times three windows take less than 16 times two.
+DOWNLOADS_WIDE: Final = 4
 # Open connections; beyond them the oldest idle one is closed. Source: half of the 1,024 files that
 # a process may have open by default.
 CONNECTIONS_MAX: Final = 512

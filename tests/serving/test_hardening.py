@@ -10,10 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -27,9 +30,10 @@ from shortening import examples, is_short
 from starlette.requests import ClientDisconnect
 
 import ckptstore
+from ckptstore.objects.joining import Growing
 from ckptstore.serving import serving_limits as limits
 from ckptstore.serving.http_server import _Connection
-from ckptstore.serving.parts_sender import PartsSender
+from ckptstore.serving.parts_sender import PartsSender, read_ahead
 
 _TOKEN = "correct-horse-battery"  # noqa: S105 - of these tests
 _PATH = "/big/resolve/1/model.safetensors"
@@ -74,14 +78,8 @@ def test_only_the_token_opens_and_it_is_never_logged(place: Path, tmp_path: Path
     with served(str(place), tmp_path, environment=given) as server:
         assert server.get("/healthz")[0] == 200
         paths = ("/api/models/gpt", "/metrics", "/", "/gpt/resolve/main/config.json")
-        for wrong in (
-            "",
-            "Bearer x",
-            f"Bearer {_TOKEN}x",
-            f"Bearer {_TOKEN[:-1]}",
-            "Basic \xff",
-            _TOKEN,
-        ):
+        bearers = (f"Bearer {word}" for word in ("x", _TOKEN + "x", _TOKEN[:-1]))
+        for wrong in ("", *bearers, "Basic \xff", _TOKEN):
             for path in paths:
                 headers = {"Authorization": wrong} if wrong else {}
                 assert server.get(path, **headers)[0] == 401, (wrong, path)
@@ -236,6 +234,9 @@ def test_flipped_bits_never_arrive(tmp_path: Path) -> None:
             assert whole.startswith(arrived)
             cut += len(arrived) < length
         assert cut > 0
+        os.truncate(pack, len(data) // 2)
+        assert whole.startswith(_fetch(server, location)[0])
+        pack.write_bytes(data)
         assert _fetch(server, location)[0] == whole
         assert server.logged("cut: ")
 
@@ -351,20 +352,20 @@ def test_tls(tmp_path: Path, place: Path) -> None:
 
 
 class Ended:
-    """A transport, with TLS or closed already; keeps what it is given."""
+    """A transport, with TLS or closed already, unless it has a socket; keeps what it is given."""
 
-    def __init__(self, *, closing: bool) -> None:
+    def __init__(self, *, closing: bool, line: socket.socket | None = None) -> None:
         self.is_closing = lambda: closing
         self.bodies: list[bytes] = []
+        self._line = line
 
     def get_extra_info(self, name: str) -> object:
-        """Return something for TLS; a closed connection has no socket."""
-        assert name == "ssl_object"
-        return self
+        """Return the socket, or something for TLS."""
+        return self._line if name == "socket" else None if self._line else self
 
     async def send(self, message: Any) -> None:  # noqa: ANN401 - ASGI
         """Keep a body."""
-        self.bodies.append(bytes(message["body"]))
+        self.bodies.append(b"" if isinstance(message["body"], range) else bytes(message["body"]))
 
 
 def test_a_client_that_left_while_it_waited_gets_nothing() -> None:
@@ -380,12 +381,55 @@ def test_with_tls_a_part_is_sent_in_slices() -> None:
     transport = Ended(closing=False)
     asyncio.run(PartsSender(cast("Any", transport)).send(_parts(), transport.send))
     assert max(map(len, transport.bodies)) <= 256 << 10
-    assert b"".join(transport.bodies) == b"".join(_parts())
+    assert b"".join(transport.bodies) == b"".join(_PARTS)
 
 
-def _parts() -> Generator[memoryview, None, None]:
-    for value in range(3):
-        yield memoryview(bytes([value]) * ((1 << 20) + value))
+_PARTS = [memoryview(bytes([value]) * ((1 << 20) + value)) for value in range(3)]
+
+
+async def _parts() -> AsyncGenerator[memoryview, None]:
+    for part in _PARTS:
+        yield part
+
+
+def test_a_stalled_client_holds_no_thread() -> None:
+    """A send to a client that reads nothing waits in the event loop; when it leaves, it ends."""
+    ours, theirs = socket.socketpair()
+    transport, before = Ended(closing=False, line=ours), threading.active_count()
+    sender = PartsSender(cast("Any", transport))
+
+    async def stalled() -> None:
+        sending = asyncio.create_task(sender.send(_parts(), transport.send))
+        while not sender.sent:
+            await asyncio.sleep(0)
+        assert sender.left
+        assert threading.active_count() == before
+        sender.free.set()
+        with pytest.raises(ClientDisconnect):
+            await sending
+
+    ours.setblocking(False)
+    with ours, theirs:
+        asyncio.run(stalled())
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_part_stays_until_the_next_is_asked_for(most: int) -> None:
+    """The next windows are read into other memory than that of the part that is being sent."""
+
+    def read(value: int, room: Growing) -> list[memoryview]:
+        room(1)[0] = value
+        return [room(1)]
+
+    stream = SimpleNamespace(windows=lambda *at: (partial(read, value) for value in range(*at)))
+
+    async def found() -> list[int]:
+        with ThreadPoolExecutor(1) as pool:
+            parts = read_ahead(cast("Any", stream), 0, 9, pool, lambda: most)
+            # Before a part is looked at, all that can be read by then is read.
+            return [part[pool.submit(int).result()] async for part in parts]
+
+    assert asyncio.run(found()) == list(range(9))
 
 
 def test_a_part_waits_until_all_before_it_are_sent() -> None:
