@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.store_options import CommonOptions, SourceOptions
+from ckptstore.cli.session import find_version, give_replica, opened
+from ckptstore.cli.store_options import CommonOptions, FromReplica, SourceOptions
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 from ckptstore.maintenance.reports.documents import STATUSES, diff_document
 
@@ -55,7 +54,7 @@ def diff(
     """
     output = options.output("diff")
     with opened(options) as opening:
-        give(opening, replica, source)
+        give_replica(opening, replica, source)
         refs = [f"#{find_version(opening, ref).id}" for ref in (first, second)]
         report = opening.diff(*refs)
         errors: Mapping[str, TensorError | None] = {}

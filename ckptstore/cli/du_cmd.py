@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.du_shared import holding_of
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, count_text, counted, version_text
 from ckptstore.maintenance.reports.documents import objects_document, role_document
 from ckptstore.maintenance.reports.usage import ObjectTotals, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
+
+if TYPE_CHECKING:
+    from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage, VersionSharing
+
+_VERSIONS = 10
+"""Versions with which one shares that the text lists."""
+_Groups = Mapping[str, Sequence[Version]]
 
 
 def du(
@@ -49,17 +57,29 @@ def du(
         groups = _groups(opening, what, version)
         objects = opening.stats().objects if what is None else {}
         one_run = what is not None
-        holding = None
+        sharing: Mapping[str, Any] = {}
+        draw_sharing: Callable[[Screen], None] | None = None
         if shared:
             with output.progress() as progress:
-                holding = holding_of(opening, version, groups, one_run=one_run, progress=progress)
+                if version is not None:
+                    found = opening.sharing_of(f"#{version.id}", progress=progress)
+                    catalog = opening.repo.catalog
+                    sharing = _version_document(found)
+                    draw_sharing = partial(_draw_sharing, found=found, catalog=catalog)
+                else:
+                    usage = opening.sharing(progress=progress)
+                    shares = [one for one in usage.shares if set(one.runs) & set(groups)]
+                    sharing = _store_document(usage, shares, groups)
+                    draw_sharing = partial(
+                        _draw_store, usage=usage, shares=shares, groups=groups, one_run=one_run
+                    )
         everything = [one for versions in groups.values() for one in versions]
         document = {
             "store": opening.url,
             **_bytes_document(everything),
             "runs": [_run_document(name, versions) for name, versions in groups.items()],
             "objects": objects_document(objects) or None,
-            "sharing": None if holding is None else holding.document,
+            "sharing": sharing or None,
         }
 
         def draw(screen: Screen) -> None:
@@ -73,8 +93,8 @@ def du(
                 screen.line()
                 _draw_objects(screen, objects)
 
-        output.show(document, draw if holding is None else holding.draw)
-        for reason in () if holding is None else holding.skipped:
+        output.show(document, draw_sharing or draw)
+        for reason in sharing.get("skipped", ()):
             output.note(f"left out: {reason}")
 
 
@@ -92,8 +112,8 @@ def _groups(store: Store, what: str | None, version: Version | None) -> dict[str
         return {version.run: [version]}
     names = [info.name for info in store.runs() if what in {None, info.name}]
     groups: dict[str, list[Version]] = {name: [] for name in names}
-    for usage in store.usage(what):
-        groups[usage.version.run].append(usage.version)
+    for version in store.versions(what):
+        groups[version.run].append(version)
     return groups
 
 
@@ -154,3 +174,98 @@ def _draw_objects(screen: Screen, objects: Mapping[str, ObjectTotals]) -> None:
         Column("COUNT", lambda item: count_text(item[1].count), right=True),
         Column("BYTES", lambda item: bytes_text(item[1].size_bytes), right=True),
     )
+
+
+# --- with --shared: what is held alone, and what is shared --------------------------------------
+
+_HELD = (
+    Column("HELD", right=True, wrap=False),
+    Column("ALONE", right=True, wrap=False),
+    Column("SHARED", right=True, wrap=False),
+)
+
+
+def shares_document(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """Return the data that several runs need together."""
+    return [{"runs": share.runs, "bytes": share.size_bytes} for share in shares]
+
+
+def draw_shares(screen: Screen, shares: Sequence[Share]) -> None:
+    """Draw the data that several runs need together, if there is any."""
+    if shares:
+        screen.line()
+        screen.listing(
+            shares,
+            Column("SHARED BY", lambda share: " ".join(share.runs)),
+            Column("BYTES", lambda share: bytes_text(share.size_bytes), right=True),
+        )
+
+
+def _store_document(usage: SharedUsage, shares: Sequence[Share], groups: _Groups) -> dict[str, Any]:
+    versions = {version: _held(part) for version, part in usage.versions.items()}
+    return {
+        "stored_bytes": usage.stored_bytes,
+        "chunks_count": usage.chunks_count,
+        "runs": {name: _held(part) for name, part in usage.runs.items() if name in groups},
+        "versions": versions if len(groups) == 1 else None,
+        "shares": shares_document(shares),
+        "skipped": usage.skipped,
+    }
+
+
+def _draw_store(
+    screen: Screen, *, usage: SharedUsage, shares: Sequence[Share], groups: _Groups, one_run: bool
+) -> None:
+    """Draw what each run or version holds, then what several runs need."""
+    if one_run:
+        rows = [
+            (str(version.step), version.id[:8], *_held_cells(part))
+            for versions in groups.values()
+            for version in reversed(versions)
+            if (part := usage.versions.get(version.id))
+        ]
+        screen.table((Column("STEP", right=True), Column("ID"), *_HELD), rows)
+    else:
+        runs = [(name, *_held_cells(part)) for name, part in usage.runs.items()]
+        screen.table((Column("RUN"), *_HELD), runs)
+        chunks = counted(usage.chunks_count, "chunk")
+        screen.line(f"in all {bytes_text(usage.stored_bytes)} in {chunks}")
+    draw_shares(screen, shares)
+
+
+def _version_document(found: VersionSharing) -> dict[str, Any]:
+    return {
+        "version": found.version.id,
+        **_held(found.bytes),
+        "roles": {role: _held(part) for role, part in found.roles.items()},
+        "runs": found.runs,
+        "versions": found.versions,
+        "skipped": found.skipped,
+    }
+
+
+def _draw_sharing(screen: Screen, *, found: VersionSharing, catalog: Catalog) -> None:
+    """Draw what a version holds by role, then the runs and the versions that need the same."""
+    rows = [
+        (role, *_held_cells(part)) for role, part in [*found.roles.items(), ("total", found.bytes)]
+    ]
+    screen.table((Column("ROLE"), *_HELD), rows)
+    if not found.versions:
+        return
+    size = Column("BYTES", lambda item: bytes_text(item[1]), right=True)
+    screen.line()
+    screen.listing(found.runs.items(), Column("SHARED WITH RUN", lambda item: item[0]), size)
+    screen.line()
+    most = sorted(found.versions.items(), key=lambda item: -item[1])
+    named = Column("SHARED WITH VERSION", lambda item: version_text(catalog.version(item[0])))
+    screen.listing(most[:_VERSIONS], named, size)
+    if len(most) > _VERSIONS:
+        screen.line(f"and {count_text(len(most) - _VERSIONS)} more; --json lists all")
+
+
+def _held(part: HeldBytes) -> dict[str, int]:
+    return {"held_bytes": part.held, "exclusive_bytes": part.exclusive, "shared_bytes": part.shared}
+
+
+def _held_cells(part: HeldBytes) -> tuple[str, str, str]:
+    return (bytes_text(part.held), bytes_text(part.exclusive), bytes_text(part.shared))

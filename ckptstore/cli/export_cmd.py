@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.output import Output
-from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.store_options import CommonOptions, PathOptions, SourceOptions
+from ckptstore.cli.session import find_version, give_replica, opened
+from ckptstore.cli.store_options import CommonOptions, FromReplica, PathOptions, SourceOptions
 from ckptstore.cli.text import bytes_text, counted, listed
 from ckptstore.errors import ConflictError, InvalidInputError
 from ckptstore.model import Version, naming
@@ -75,7 +74,7 @@ def export(
         msg = "a folder holds a whole version, and is of one kind"
         raise InvalidInputError(msg, hint="leave the other options about its content out")
     with opened(options) as store, output.progress() as progress:
-        give(store, replica, source)
+        give_replica(store, replica, source)
         version = find_version(store, ref)
         if pretrained:
             if path.is_dir() and any(path.iterdir()) and not force:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated
 
 import typer
 
-from ckptstore.cli.elsewhere import FromReplica, give
-from ckptstore.cli.session import find_version, opened, opened_for
-from ckptstore.cli.store_options import PathOptions, SourceOptions, TargetOptions, WriterOptions
+from ckptstore.cli.session import find_version, give_replica, opened, opened_for
+from ckptstore.cli.store_options import (
+    FromReplica,
+    PathOptions,
+    SourceOptions,
+    TargetOptions,
+    WriterOptions,
+    parse_pairs,
+)
 from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
@@ -53,14 +58,15 @@ def fork(
     ckptstore fork gpt@1200 gpt --to s3://archive/ckpts
     """
     output = options.output("fork")
-    renames = parse_renames(rename or ())
+    pairs = parse_pairs(rename or (), "OLD=NEW", "model.backbone=model.encoder", unnamed=True)
+    renames = dict[Pattern, Pattern](pairs.items())
     if to is None and (target.to_option or target.to_key):
         msg = "--to-option and --to-key are for the store of --to, and none is named"
         raise InvalidInputError(msg, hint="--to URL")
     # A run that begins elsewhere changes nothing here.
     with ExitStack() as stack:
         opening = stack.enter_context(opened(options, writing=to is None))
-        give(opening, replica, source)
+        give_replica(opening, replica, source)
         begun = find_version(opening, ref)
         other = None
         if to is not None:
@@ -83,23 +89,3 @@ def fork(
         document = {"source": begun.id, "to": to, "version": version_document(version, head=True)}
         text = f"{version_is(version)}, from {version_text(begun)}: {saved_text(version, 'copied')}"
         output.tell(document, text, brief=version.id)
-
-
-def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:
-    """Return renamings given as ``OLD=NEW``; either may be empty.
-
-    Raises
-    ------
-    InvalidInputError
-        A text has no ``=``, or OLD occurs twice.
-    """
-    renames: dict[Pattern, Pattern] = {}
-    for text in texts:
-        old, equals, new = text.partition("=")
-        if not equals:
-            msg = f"{text!r} is not OLD=NEW"
-            raise InvalidInputError(msg, hint="such as model.backbone=model.encoder")
-        if old in renames:
-            raise InvalidInputError(f"{old!r} is renamed twice")
-        renames[old] = new
-    return renames

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Final
 
 import typer
@@ -11,12 +10,12 @@ import typer
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import opened
-from ckptstore.cli.store_options import DryRun, WriterOptions
+from ckptstore.cli.store_options import DryRun, WriterOptions, parse_pairs
 from ckptstore.cli.text import bytes_text, count_text, counted, freed_later, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.retention.retain import RetainReport
+from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.store import Store
 
 _CLOCKS: Final = {
@@ -61,7 +60,8 @@ class _RuleOptions:
         given = {one.name: getattr(self, one.name) or () for one in fields(self)}
         if not any(given.values()):
             return None
-        encodings = _encodings(given.pop("encoding"))
+        texts = given.pop("encoding")
+        encodings = parse_pairs(texts, "PATTERN=ENCODING", "role:optimizer=dynamic8")
         return Policy.parse(**given, encodings=encodings)
 
 
@@ -113,17 +113,6 @@ def retain(
         _notes(output, report)
 
 
-def _encodings(texts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts:
-        pattern, equals, value = text.partition("=")
-        if not (pattern and equals) or pattern in found:
-            msg = f"--encoding {text!r} is not PATTERN=ENCODING, or its pattern was there before"
-            raise InvalidInputError(msg, hint="such as 'role:optimizer=dynamic8'")
-        found[pattern] = value
-    return found
-
-
 def _check(
     policy: Policy | None, *, apply: bool, dry_run: bool, set_policy: bool, clear: bool
 ) -> None:
@@ -172,7 +161,7 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
                 "fate": decision.fate,
                 "reasons": decision.reasons,
                 "reclaimable_bytes": decision.reclaimable_bytes,
-                "rounding": rounding_document(report.roundings.get(decision.version.id)),
+                "rounding": _rounding_document(report.roundings.get(decision.version.id)),
                 "dropped": report.dropped.get(decision.version.id, {}),
             }
             for decision in plan.decisions
@@ -184,7 +173,7 @@ def _draw(screen: Screen, report: RetainReport) -> None:
     roundings = report.roundings
 
     def error(decision: Decision) -> str:
-        return rounding_text(roundings.get(decision.version.id))
+        return _rounding_text(roundings.get(decision.version.id))
 
     screen.listing(
         [one for plan in report.plans for one in reversed(plan.decisions)],
@@ -232,3 +221,22 @@ def _notes(output: Output, report: RetainReport) -> None:
     exact = sum(len(rounding.problems) for rounding in report.roundings.values())
     if exact:
         output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")
+
+
+def _rounding_document(rounding: Rounding | None) -> dict[str, Any] | None:
+    """Return errors and bytes of a rounding; None where no weights were read."""
+    if rounding is None:
+        return None
+    tensors = [
+        {**asdict(tensor), "bytes": tensor.nbytes, "problem": tensor.problem or None}
+        for tensor in rounding.tensors
+    ]
+    largest = {"max_abs": rounding.max_abs, "rel_l2": rounding.rel_l2}
+    return {**asdict(rounding), **largest, "tensors": tensors}
+
+
+def _rounding_text(rounding: Rounding | None) -> str:
+    """Return the largest relative error of a tensor, and the largest difference of an element."""
+    if rounding is None or not rounding.tensors:
+        return "-"
+    return f"rel {rounding.rel_l2:.2g}, abs {rounding.max_abs:.2g}"

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ckptstore.cli.store_options import CommonOptions, WriterOptions
+from ckptstore.catalog.replica_ops import find_replica
+from ckptstore.cli.store_options import CommonOptions, SourceOptions, WriterOptions
 from ckptstore.errors import InvalidInputError, NotFoundError, RunNotFoundError, UnsafeBackendError
 from ckptstore.model import Version
 from ckptstore.replicas.options import PLACE, PREFIX
@@ -101,6 +102,28 @@ def opened_for(
         store.give_options(name, given)
     with vouching():
         yield store.replica(name)
+
+
+def give_replica(store: Store, named: str | None, source: SourceOptions) -> None:
+    """Set the options with which a store opens one of its replicas, if a load needs it.
+
+    Raises
+    ------
+    InvalidInputError
+        Options are given without a replica, or the named store is not a replica.
+    NotFoundError
+        The store has no replica of this name.
+    """
+    source.check(named, "replica:NAME")
+    if named is None:
+        return
+    if not named.startswith(PREFIX):
+        msg = f"--from wants a replica, not {named!r}"
+        raise InvalidInputError(msg, hint="--from replica:NAME; --store URL reads another store")
+    name = named.removeprefix(PREFIX)
+    find_replica(store.repo.refresh(), name)
+    if given := source.given():
+        store.give_options(name, given)
 
 
 @contextmanager

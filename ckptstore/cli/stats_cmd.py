@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.backends.transfers import Transfers
-from ckptstore.cli.du_shared import draw_shares, shares_document
+from ckptstore.cli.du_cmd import draw_shares, shares_document
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions

@@ -70,6 +70,15 @@ Runs = Annotated[
 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n")]
+FromReplica = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="replica:NAME",
+        help="Of a version of which only the record is here: open this replica, if it has the "
+        "content, with --from-option and --from-key.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +311,31 @@ def parse_storage_options(texts: Sequence[str], *, placed: bool = False) -> dict
         msg = f"{name!r} is not an option of the storage library"
         raise InvalidInputError(msg, hint=_OWN[name])
     return options
+
+
+def parse_pairs(
+    texts: Sequence[str], form: str, example: str, *, unnamed: bool = False
+) -> dict[str, str]:
+    """Return what is given as ``NAME=VALUE``; `form` and `example` are for errors.
+
+    Parameters
+    ----------
+    unnamed
+        A name may be empty.
+
+    Raises
+    ------
+    InvalidInputError
+        A text has no ``=`` or no name, or a name occurs twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not (name or unnamed) or name in pairs:
+            problem = "is the second of its name" if name in pairs else f"is not {form}"
+            raise InvalidInputError(f"{text!r} {problem}", hint=f"such as {example}")
+        pairs[name] = value
+    return pairs
 
 
 def parse_metrics(texts: Sequence[str]) -> dict[str, float]:

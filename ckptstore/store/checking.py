@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.repair.repair_report import RepairReport
     from ckptstore.maintenance.reports.diff import DiffReport
     from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
-    from ckptstore.maintenance.reports.usage import StoreStats, VersionUsage
+    from ckptstore.maintenance.reports.usage import StoreStats
 
 
 def verify(
@@ -238,19 +238,6 @@ def prometheus(self: HasSession) -> str:
         staging_bytes=0 if saver is None else saver.dispatcher.size_bytes,
     )
     return exposition(session.repo.refresh(), process)
-
-
-def usage(self: HasRepo, run: str | None = None) -> list[VersionUsage]:
-    """Return the bytes of each version, oldest first, from the catalog alone.
-
-    Raises
-    ------
-    RunNotFoundError
-        There is no such run.
-    """
-    from ckptstore.maintenance.reports.usage import usage
-
-    return usage(self.repo.refresh(), run)
 
 
 def stats(self: HasRepo) -> StoreStats:

@@ -412,7 +412,6 @@ class Store(Shown):
     verify = checking.verify
 
     repair = checking.repair
-    usage = checking.usage
     stats = checking.stats
     transfers = checking.transfers
     sharing = checking.sharing

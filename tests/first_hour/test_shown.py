@@ -29,7 +29,6 @@ SHOWN: dict[str, Callable[[ckptstore.Store, ckptstore.Run], Any]] = {
     "GcReport": lambda store, run: store.gc(dry_run=True),
     "RetainReport": lambda store, run: store.retain({"full": "last 1"}, dry_run=True),
     "StoreStats": lambda store, run: store.stats(),
-    "VersionUsage": lambda store, run: store.usage()[0],
     "RepairReport": lambda store, run: store.repair(dry_run=True),
     "SharedUsage": lambda store, run: store.sharing(),
 }

@@ -221,7 +221,7 @@ def _moved(backend: MeteredBackend) -> int:
 def test_storage_adds_up(store: ckptstore.Store, ask: Ask) -> None:
     """By run, by role and by age: the same sums as those of the versions."""
     found = ask("storage")
-    total = sum(one.total.stored for one in store.usage())
+    total = sum(part.stored for one in store.versions() for part in one.roles.values())
     assert found["stored_bytes"] == total
     for parts in (found["runs"], found["roles"].values(), found["ages"]):
         assert sum(part["stored_bytes"] for part in parts) == total

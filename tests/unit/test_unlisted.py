@@ -244,7 +244,7 @@ def test_reading_lists_nothing() -> None:
     assert reader.verify(["gpt@1", "gpt@2"]).ok
     assert reader.verify(["gpt@2"], level="records").ok
     assert reader.run("gpt").latest_valid().version.step == 2
-    assert len(reader.usage()) == reader.stats().versions_count == 2
+    assert len(reader.versions()) == reader.stats().versions_count == 2
     assert not reader.stats().objects
     assert reader.sharing().versions_count == 2
     assert [run.name for run in reader.runs()] == ["gpt"]

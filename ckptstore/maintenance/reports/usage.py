@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, REFERENCES_PREFIX, STORE_KEY
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 from ckptstore.shown import HtmlTable, Shown, bytes_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class VersionUsage(Shown):
-    """Bytes that one version took when it was saved."""
-
-    version: Version
-    total: RoleBytes
-    """Over all roles."""
-
-    def _summary(self) -> HtmlTable:
-        return _sizes(self.version.label, self.version.roles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,20 +34,16 @@ class StoreStats(Shown):
     none on storage that cannot list, such as a web server."""
 
     def _summary(self) -> HtmlTable:
-        return _sizes(f"{self.runs_count} runs, {self.versions_count} versions", self.roles)
+        every = {**self.roles, "total": self.total}
+        rows = [(n, *map(bytes_text, (x.logical, x.new, x.stored))) for n, x in every.items()]
+        title = f"{self.runs_count} runs, {self.versions_count} versions: "
+        title += f"{rows[-1][1]} in memory, {rows[-1][3]} stored"
+        return HtmlTable(title=title, columns=("ROLE", "SIZE", "NEW", "STORED"), rows=rows)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all objects that were listed."""
         return sum(totals.size_bytes for totals in self.objects.values())
-
-
-def _sizes(title: str, roles: Mapping[str, RoleBytes]) -> HtmlTable:
-    """Return bytes by role, and their sum in the title."""
-    every = {**roles, "total": sum_roles(roles.values())}
-    rows = [(n, *map(bytes_text, (x.logical, x.new, x.stored))) for n, x in every.items()]
-    said = f"{title}: {rows[-1][1]} in memory, {rows[-1][3]} stored"
-    return HtmlTable(title=said, columns=("ROLE", "SIZE", "NEW", "STORED"), rows=rows)
 
 
 def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
@@ -78,14 +61,6 @@ def by_role(versions: Iterable[Version]) -> dict[str, RoleBytes]:
         for role, part in version.roles.items():
             found.setdefault(role, []).append(part)
     return {role: sum_roles(parts) for role, parts in found.items()}
-
-
-def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
-    """Return the bytes of each version, oldest first; reads nothing but the catalog."""
-    return [
-        VersionUsage(version=version, total=sum_roles(version.roles.values()))
-        for version in catalog.versions(run)
-    ]
 
 
 def store_stats(repo: Repo) -> StoreStats:
