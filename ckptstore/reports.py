@@ -25,7 +25,7 @@ from ckptstore.maintenance.replicas.evict import EvictReport
 from ckptstore.maintenance.replicas.replicate import ReplicateReport
 from ckptstore.maintenance.reports.diff import DiffReport, Side, TensorChange, ValueChange
 from ckptstore.maintenance.reports.publish import PublishReport
-from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage, VersionSharing
+from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage
 from ckptstore.maintenance.reports.usage import ObjectTotals, StoreStats
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.retain import RetainReport
@@ -41,5 +41,5 @@ __all__ = [
     "ReplicateReport", "RetainReport", "RoundedTensor", "Rounding", "RunPlan", "Sample", "Share",
     "SharedUsage", "Side", "Skipped", "StoreStats", "TensorChange", "TensorError", "TensorInfo",
     "ThawReport", "TransferReport", "Transfers", "ValueChange", "Verdict", "VerifyReport",
-    "VersionSharing", "WriteBack",
+    "WriteBack",
 ]  # fmt: skip

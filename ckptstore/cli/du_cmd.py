@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
-from ckptstore.cli.text import bytes_text, count_text, counted, version_text
+from ckptstore.cli.text import bytes_text, count_text, counted
 from ckptstore.maintenance.reports.documents import objects_document, role_document
 from ckptstore.maintenance.reports.usage import ObjectTotals, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage, VersionSharing
+    from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage
 
-_VERSIONS = 10
-"""Versions with which one shares that the text lists."""
 _Groups = Mapping[str, Sequence[Version]]
 
 
@@ -57,32 +53,23 @@ def du(
         groups = _groups(opening, what, version)
         objects = opening.stats().objects if what is None else {}
         one_run = what is not None
-        sharing: Mapping[str, Any] = {}
-        draw_sharing: Callable[[Screen], None] | None = None
+        usage: SharedUsage | None = None
         if shared:
             with output.progress() as progress:
-                if version is not None:
-                    found = opening.sharing_of(f"#{version.id}", progress=progress)
-                    catalog = opening.repo.catalog
-                    sharing = _version_document(found)
-                    draw_sharing = partial(_draw_sharing, found=found, catalog=catalog)
-                else:
-                    usage = opening.sharing(progress=progress)
-                    shares = [one for one in usage.shares if set(one.runs) & set(groups)]
-                    sharing = _store_document(usage, shares, groups)
-                    draw_sharing = partial(
-                        _draw_store, usage=usage, shares=shares, groups=groups, one_run=one_run
-                    )
+                usage = opening.sharing(progress=progress)
         everything = [one for versions in groups.values() for one in versions]
         document = {
             "store": opening.url,
             **_bytes_document(everything),
             "runs": [_run_document(name, versions) for name, versions in groups.items()],
             "objects": objects_document(objects) or None,
-            "sharing": sharing or None,
+            "sharing": None if usage is None else _sharing_document(usage, groups),
         }
 
         def draw(screen: Screen) -> None:
+            if usage is not None:
+                _draw_sharing(screen, usage, groups, one_run=one_run)
+                return
             if one_run:
                 _draw_versions(screen, everything)
             else:
@@ -93,8 +80,8 @@ def du(
                 screen.line()
                 _draw_objects(screen, objects)
 
-        output.show(document, draw_sharing or draw)
-        for reason in sharing.get("skipped", ()):
+        output.show(document, draw)
+        for reason in usage.skipped if usage else ():
             output.note(f"left out: {reason}")
 
 
@@ -201,21 +188,23 @@ def draw_shares(screen: Screen, shares: Sequence[Share]) -> None:
         )
 
 
-def _store_document(usage: SharedUsage, shares: Sequence[Share], groups: _Groups) -> dict[str, Any]:
-    versions = {version: _held(part) for version, part in usage.versions.items()}
+def _of(usage: SharedUsage, groups: _Groups) -> list[Share]:
+    return [share for share in usage.shares if set(share.runs) & set(groups)]
+
+
+def _sharing_document(usage: SharedUsage, groups: _Groups) -> dict[str, Any]:
+    versions = [one.id for each in groups.values() for one in each if one.id in usage.versions]
     return {
         "stored_bytes": usage.stored_bytes,
         "chunks_count": usage.chunks_count,
         "runs": {name: _held(part) for name, part in usage.runs.items() if name in groups},
-        "versions": versions if len(groups) == 1 else None,
-        "shares": shares_document(shares),
+        "versions": {x: _held(usage.versions[x]) for x in versions} if len(groups) == 1 else None,
+        "shares": shares_document(_of(usage, groups)),
         "skipped": usage.skipped,
     }
 
 
-def _draw_store(
-    screen: Screen, *, usage: SharedUsage, shares: Sequence[Share], groups: _Groups, one_run: bool
-) -> None:
+def _draw_sharing(screen: Screen, usage: SharedUsage, groups: _Groups, *, one_run: bool) -> None:
     """Draw what each run or version holds, then what several runs need."""
     if one_run:
         rows = [
@@ -230,37 +219,7 @@ def _draw_store(
         screen.table((Column("RUN"), *_HELD), runs)
         chunks = counted(usage.chunks_count, "chunk")
         screen.line(f"in all {bytes_text(usage.stored_bytes)} in {chunks}")
-    draw_shares(screen, shares)
-
-
-def _version_document(found: VersionSharing) -> dict[str, Any]:
-    return {
-        "version": found.version.id,
-        **_held(found.bytes),
-        "roles": {role: _held(part) for role, part in found.roles.items()},
-        "runs": found.runs,
-        "versions": found.versions,
-        "skipped": found.skipped,
-    }
-
-
-def _draw_sharing(screen: Screen, *, found: VersionSharing, catalog: Catalog) -> None:
-    """Draw what a version holds by role, then the runs and the versions that need the same."""
-    rows = [
-        (role, *_held_cells(part)) for role, part in [*found.roles.items(), ("total", found.bytes)]
-    ]
-    screen.table((Column("ROLE"), *_HELD), rows)
-    if not found.versions:
-        return
-    size = Column("BYTES", lambda item: bytes_text(item[1]), right=True)
-    screen.line()
-    screen.listing(found.runs.items(), Column("SHARED WITH RUN", lambda item: item[0]), size)
-    screen.line()
-    most = sorted(found.versions.items(), key=lambda item: -item[1])
-    named = Column("SHARED WITH VERSION", lambda item: version_text(catalog.version(item[0])))
-    screen.listing(most[:_VERSIONS], named, size)
-    if len(most) > _VERSIONS:
-        screen.line(f"and {count_text(len(most) - _VERSIONS)} more; --json lists all")
+    draw_shares(screen, _of(usage, groups))
 
 
 def _held(part: HeldBytes) -> dict[str, int]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import Level, VerifyReport
     from ckptstore.maintenance.repair.repair_report import RepairReport
     from ckptstore.maintenance.reports.diff import DiffReport
-    from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
+    from ckptstore.maintenance.reports.sharing import SharedUsage
     from ckptstore.maintenance.reports.usage import StoreStats
 
 
@@ -272,13 +272,3 @@ def sharing(self: HasRepo, *, progress: ProgressCallback = silent) -> SharedUsag
     from ckptstore.maintenance.reports.sharing import shared_usage
 
     return shared_usage(self.repo, progress=progress)
-
-
-def sharing_of(self: HasRepo, ref: str, *, progress: ProgressCallback = silent) -> VersionSharing:
-    """Return the bytes of a version, and the versions that share them; reads every live manifest.
-
-    See :func:`ckptstore.maintenance.reports.sharing.version_sharing`.
-    """
-    from ckptstore.maintenance.reports.sharing import version_sharing
-
-    return version_sharing(self.repo, named_version(self.repo, ref), progress=progress)

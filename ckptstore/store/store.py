@@ -415,7 +415,6 @@ class Store(Shown):
     stats = checking.stats
     transfers = checking.transfers
     sharing = checking.sharing
-    sharing_of = checking.sharing_of
 
     # --- replicas ---------------------------------------------------------------------------------
     add_replica = replicating.add_replica

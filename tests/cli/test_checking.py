@@ -175,4 +175,3 @@ def test_totals_leave_out_what_has_no_manifest(cli: Cli, store_path: Path) -> No
         assert "gpt@300" in result.err
     (reason,) = cli("stats", "--json", "-s", store_path).document["skipped"]
     assert "is gone" in reason
-    assert cli("du", "gpt@300", "--shared", "-s", store_path).code == 5

@@ -7,7 +7,6 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import CorruptObjectError
 from ckptstore.limits import KIB
 from ckptstore.maintenance.reports import sharing
 from ckptstore.repo import create_on, open_on
@@ -109,31 +108,6 @@ def test_deleting_frees_what_was_held_alone(store: ckptstore.Store) -> None:
     assert after.stored_bytes == before.stored_bytes - before.versions[version.id].exclusive
 
 
-def test_one_version_and_with_whom(store: ckptstore.Store) -> None:
-    """Bytes in common with each other version and run, by role, against sets."""
-    chunks = _sets(store)
-    version = store.resolve("gpt@2")
-    mine = chunks.pop(version.id)
-    runs = {other.id: other.run for other in store.versions()}
-
-    found = store.sharing_of("gpt@2")
-
-    common = {
-        other: sum(size for key, size in mine.items() if key in part)
-        for other, part in chunks.items()
-    }
-    assert found.versions == {other: size for other, size in common.items() if size}
-    for run, size in found.runs.items():
-        held = {key for other, part in chunks.items() if runs[other] == run for key in part}
-        assert size == sum(mine[key] for key in mine.keys() & held)
-    others = {key for part in chunks.values() for key in part}
-    assert found.bytes.held == sum(mine.values())
-    assert found.bytes.exclusive == sum(size for key, size in mine.items() if key not in others)
-    assert sum(part.held for part in found.roles.values()) == found.bytes.held
-    assert sum(part.exclusive for part in found.roles.values()) == found.bytes.exclusive
-    assert found.roles["weights"].shared > 0
-
-
 def test_empty_and_tiny_stores(memory: MemoryBackend) -> None:
     """No version, or one without a tensor."""
     store = ckptstore.Store(create_on(memory))
@@ -143,7 +117,6 @@ def test_empty_and_tiny_stores(memory: MemoryBackend) -> None:
     version = store.run("r").save({"x": 1}, step=1)
     usage = store.sharing()
     assert usage.versions == {version.id: sharing.HeldBytes()}
-    assert store.sharing_of("r").versions == {}
 
 
 @pytest.mark.parametrize("damage", ["gone", "damaged"])
@@ -162,7 +135,3 @@ def test_a_version_without_its_manifest_is_left_out(
     assert len(usage.versions) == usage.versions_count == len(store.versions()) - 1
     (reason,) = usage.skipped
     assert f"alone@0 (#{victim.id[:8]})" in reason
-
-    assert reader.sharing_of("ft@2").skipped == usage.skipped
-    with pytest.raises(CorruptObjectError):
-        reader.sharing_of("alone")

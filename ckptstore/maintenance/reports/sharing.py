@@ -75,21 +75,6 @@ class SharedUsage(Shown):
     """Why versions were left out, a sentence each: their manifests are gone or damaged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSharing:
-    """Bytes that one version holds, and the others that need them too."""
-
-    version: Version
-    bytes: HeldBytes
-    roles: dict[str, HeldBytes] = field(default_factory=dict)
-    runs: dict[str, int] = field(default_factory=dict)
-    """Stored bytes that versions of a run need too, by run, the most first."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """The same by version id."""
-    skipped: tuple[str, ...] = ()
-    """Why other versions were left out; see :class:`SharedUsage`."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Chunks:
     """Distinct chunks, in the order of their keys."""
@@ -192,7 +177,7 @@ def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUs
     ledger = _Ledger()
     held: dict[str, int] = {}
     runs: dict[str, None] = {}
-    skipped: dict[str, str] = {}
+    skipped: list[str] = []
     for version, manifest in _manifests(repo, skipped, progress):
         chunks = _Chunks.of(manifest, packs, roles)
         held[version.id] = int(chunks.size.sum())
@@ -224,7 +209,7 @@ def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUs
             for version, size in held.items()
         },
         shares=_shares(by_runs),
-        skipped=tuple(skipped.values()),
+        skipped=tuple(skipped),
     )
 
 
@@ -238,66 +223,21 @@ def _shares(by_runs: dict[frozenset[str], int]) -> tuple[Share, ...]:
 
 
 def _manifests(
-    repo: Repo, skipped: dict[str, str], progress: ProgressCallback, but: str = ""
+    repo: Repo, skipped: list[str], progress: ProgressCallback
 ) -> Iterator[tuple[Version, Manifest]]:
-    """Yield the live versions but one with their manifests.
+    """Yield the live versions with their manifests.
 
-    Those whose manifest is gone or damaged are left out, and `skipped` says why by their ids.
+    Those whose manifest is gone or damaged are left out, and `skipped` says why.
     """
     versions = list(live_versions(repo.refresh()))
     for done, version in enumerate(versions, 1):
-        if version.id != but:
-            try:
-                manifest = repo.manifests.load(version)
-            except (IntegrityError, FormatError) as error:
-                skipped[version.id] = error.message
-            else:
-                yield version, manifest
+        try:
+            manifest = repo.manifests.load(version)
+        except (IntegrityError, FormatError) as error:
+            skipped.append(error.message)
+        else:
+            yield version, manifest
         progress(Progress(stage="manifests", done=done, total=len(versions), unit="versions"))
-
-
-def version_sharing(
-    repo: Repo, version: Version, *, progress: ProgressCallback = silent
-) -> VersionSharing:
-    """Return the bytes of one version and their holders; reads each live manifest once.
-
-    Memory: two manifests.
-
-    Raises
-    ------
-    VersionNotFoundError
-        Only its record is kept.
-    CorruptObjectError
-        The manifest of the version itself is gone or damaged; that of another is left out.
-    StorageError
-        The storage failed.
-    """
-    packs: dict[str, int] = {}
-    roles: dict[str, int] = {}
-    mine = _Chunks.of(repo.manifests.load(version), packs, roles)
-    size = mine.size
-    shared = np.zeros(len(size), np.bool_)
-    by_run: dict[str, npt.NDArray[np.bool_]] = {}
-    by_version: dict[str, int] = {}
-    skipped: dict[str, str] = {}
-    for other, manifest in _manifests(repo, skipped, progress, but=version.id):
-        others = _Chunks.of(manifest, dict(packs), {})  # its own packs are not asked for again
-        common = np.isin(mine.keys, others.keys, assume_unique=True)
-        if common.any():
-            shared |= common
-            by_run[other.run] = by_run.get(other.run, common) | common
-            by_version[other.id] = int(size[common].sum())
-    alone = _Chunks(mine.keys[~shared], mine.facts[:, ~shared])
-    by_role = zip(roles, mine.by_role(roles).tolist(), alone.by_role(roles).tolist(), strict=True)
-    most = {run: int(size[common].sum()) for run, common in by_run.items()}
-    return VersionSharing(
-        version=version,
-        bytes=HeldBytes(held=int(size.sum()), exclusive=int(alone.size.sum())),
-        roles={role: HeldBytes(held=held, exclusive=own) for role, held, own in sorted(by_role)},
-        runs=dict(sorted(most.items(), key=lambda item: (-item[1], item[0]))),
-        versions=by_version,
-        skipped=tuple(skipped.values()),
-    )
 
 
 def _sums(
