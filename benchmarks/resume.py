@@ -28,8 +28,7 @@ from benchmarks.states import State, state_bytes
 from benchmarks.training import Gpt, update
 from benchmarks.trajectories import documentation
 from ckptstore.checkpoint.content import read_content
-from ckptstore.encodings.coding import Form
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import Form, decode_elements
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import Encodings
 

@@ -33,7 +33,7 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import Elements, parts_of, unguarded
 from ckptstore.encodings.casts import Rounding, raw_dtype
-from ckptstore.encodings.decoding import cast_elements
+from ckptstore.encodings.coding import cast_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest, blake3_of
 from ckptstore.objects.sources import Source

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.encodings.casts import Rounding
-from ckptstore.encodings.decoding import cast_elements
+from ckptstore.encodings.coding import cast_elements
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher

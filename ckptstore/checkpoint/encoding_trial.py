@@ -11,8 +11,7 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import Elements, parts_of, torn
 from ckptstore.encodings.casts import raw_dtype
-from ckptstore.encodings.coding import Difference, Form, ValueRange
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import Difference, Form, ValueRange, decode_elements
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord

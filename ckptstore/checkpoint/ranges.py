@@ -25,7 +25,7 @@ from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
 from ckptstore.chunking import in_batches
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import decode_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES

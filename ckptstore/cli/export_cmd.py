@@ -88,7 +88,7 @@ def export(
             _tell_folder(output, version, made)
             return
         if deepspeed:
-            from ckptstore.integrations.deepspeed_export import export_universal
+            from ckptstore.integrations.deepspeed import export_universal
 
             _tell_folder(output, version, export_universal(store, f"#{version.id}", path))
             return

@@ -13,7 +13,7 @@ from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import TargetOptions, WriterOptions
 from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.maintenance.reports.replica_lag import ReplicaLag, replica_lags
+from ckptstore.maintenance.reports.usage import ReplicaLag, replica_lags
 from ckptstore.model import ReplicaInfo
 from ckptstore.store import Store
 

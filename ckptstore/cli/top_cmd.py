@@ -19,8 +19,7 @@ from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, seconds_text
 from ckptstore.maintenance.reports.documents import name_document, role_document
-from ckptstore.maintenance.reports.replica_lag import replica_lags
-from ckptstore.maintenance.reports.usage import sum_roles
+from ckptstore.maintenance.reports.usage import replica_lags, sum_roles
 from ckptstore.store import Store
 
 _RUNS: Final = 10

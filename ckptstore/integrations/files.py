@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptstore.integrations.libraries import on_first_use
 
 if TYPE_CHECKING:
-    from ckptstore.integrations.deepspeed_export import export_universal
+    from ckptstore.integrations.deepspeed import export_universal
     from ckptstore.integrations.file_import import import_file
     from ckptstore.integrations.folder_import import import_folder
     from ckptstore.integrations.safetensors_export import Exported, export_safetensors
@@ -21,7 +21,7 @@ __all__ = ["Exported", "export_safetensors", "export_universal", "import_file", 
 _LAZY = {
     "Exported": "ckptstore.integrations.safetensors_export",
     "export_safetensors": "ckptstore.integrations.safetensors_export",
-    "export_universal": "ckptstore.integrations.deepspeed_export",
+    "export_universal": "ckptstore.integrations.deepspeed",
     "import_file": "ckptstore.integrations.file_import",
     "import_folder": "ckptstore.integrations.folder_import",
 }

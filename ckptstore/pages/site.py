@@ -37,8 +37,7 @@ from ckptstore.maintenance.reports.documents import (
     role_document,
     version_document,
 )
-from ckptstore.maintenance.reports.replica_lag import replica_lags
-from ckptstore.maintenance.reports.usage import by_role, sum_roles
+from ckptstore.maintenance.reports.usage import by_role, replica_lags, sum_roles
 from ckptstore.model import Version, auto_choice
 from ckptstore.pages.run_documents import RUNS_MAX, lineage, overview, rounded, run
 from ckptstore.store import Store

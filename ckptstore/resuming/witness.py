@@ -156,7 +156,7 @@ class Witness:
         if self._then:
             ranks = range(len(self._then[0]))
             self._ignored = [unused(self._then, rank) for rank in ranks]
-            self._compare(self._moments(0))
+            self._compare(self._gathered(lambda: self._moment(0)))
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +189,7 @@ class Witness:
 
     def metadata(self) -> dict[str, Any]:
         """Return metadata for the save of this moment; steps after it are noted for it."""
-        moment = self._moments(0)
+        moment = self._gathered(lambda: self._moment(0))
         self._noting = _Stored(token=uuid.uuid4().hex, ranks=len(moment), moments=[moment])
         return {_ENTRY: _packed(self._noting)}
 
@@ -215,7 +215,7 @@ class Witness:
         comparing, noting = self._comparing, self._being_noted
         if not (comparing or noting):
             return
-        moment = self._moments(1, loss=loss, grad_norm=grad_norm, batch=batch)
+        moment = self._gathered(lambda: self._moment(1, loss, grad_norm, batch))
         if comparing:
             self._at += 1
             self._compare(moment)
@@ -235,14 +235,9 @@ class Witness:
 
     # --- moments --------------------------------------------------------------------------------
 
-    def _moments(self, after: int, **told: Any) -> list[Moment]:  # noqa: ANN401 - of :meth:`step`
-        """Return what the training is now, by rank."""
-        return self._gathered(lambda: self._own_moment(after, **told))
-
-    def _own_moment(
+    def _moment(
         self,
         after: int,
-        *,
         loss: float | torch.Tensor | None = None,
         grad_norm: float | torch.Tensor | None = None,
         batch: object = None,

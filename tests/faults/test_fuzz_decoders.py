@@ -27,7 +27,7 @@ from ckptstore.checkpoint.content import read_content
 from ckptstore.codecs import codec_table
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.plane_layout import Layout
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
 from ckptstore.format.framing import encode_envelope

@@ -21,7 +21,7 @@ from shortening import examples
 import ckptstore
 from ckptstore.checkpoint import derived_decode, ranges
 from ckptstore.checkpoint.derived_decode import DerivedDecode
-from ckptstore.encodings.decoding import cast_elements
+from ckptstore.encodings.coding import cast_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress
 from ckptstore.hashing import blake3_digest

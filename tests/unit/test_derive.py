@@ -16,7 +16,7 @@ from shortening import examples
 import ckptstore
 from ckptstore.checkpoint.derived_check import KnownCasts, derived_pairs, prove
 from ckptstore.checkpoint.encoded_sources import source_of
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import decode_elements
 from ckptstore.format.blocks import Blocks
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.objects.sources import PieceSource

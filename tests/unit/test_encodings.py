@@ -17,8 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from ckptstore import limits
 from ckptstore.encodings.codebooks import BOOKS, codes_of, scales_of
-from ckptstore.encodings.coding import Coded, Difference, Form, ValueRange
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import Coded, Difference, Form, ValueRange, decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
 from ckptstore.encodings.encoding_rules import EncodingRules, is_second_moment
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError

@@ -17,7 +17,7 @@ import torch
 
 import ckptstore
 from ckptstore.encodings.casts import FLOATS, Rounding, raw_dtype, recast, to_float64
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.coding import decode_elements
 from ckptstore.format.tables import CASTS
 from ckptstore.states import load, save
 from ckptstore.tensors import bfloat16

@@ -18,7 +18,7 @@ from shortening import examples
 import ckptstore
 from ckptstore.checkpoint import derived_check, encode, write
 from ckptstore.checkpoint.derived_check import KnownCasts
-from ckptstore.encodings.decoding import cast_elements
+from ckptstore.encodings.coding import cast_elements
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest
 from ckptstore.model import Version

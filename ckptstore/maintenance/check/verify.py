@@ -170,22 +170,15 @@ def verify(
     repo.refresh(writing=True)
     survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
     state = open_state(resume, store_id=repo.superblock.store_id, sample=sample)
+    notices: tuple[Notice, ...] = ()
     with open_tasks(repo, executor, workers) as tasks, state as survey.state:
-        return _verify(survey, versions, tasks, began, record=record)
-
-
-def _verify(
-    survey: Survey, versions: Sequence[Version] | None, tasks: Tasks, began: float, *, record: bool
-) -> VerifyReport:
-    """Check some versions, or all and the log itself, and report the findings."""
-    repo = survey.repo
-    if versions is None:
-        _check_log(survey)
-    chosen = list(repo.catalog.versions()) if versions is None else versions
-    recorded = _check_versions(survey, chosen, tasks, record=record)
-    notices = find_leftovers(survey) if versions is None else ()
-    if versions is None:
-        report_lost_commits(survey, notices)
+        if versions is None:
+            _check_log(survey)
+        chosen = list(repo.catalog.versions()) if versions is None else versions
+        recorded = _check_versions(survey, chosen, tasks, record=record)
+        if versions is None:
+            notices = find_leftovers(survey)
+            report_lost_commits(survey, notices)
     return VerifyReport(
         level="full" if survey.full else "records",
         versions_count=len(chosen),

@@ -104,10 +104,6 @@ class _Chunks:
         sizes: npt.NDArray[np.int64] = self.facts[0]
         return sizes
 
-    def by_role(self, roles: dict[str, int]) -> npt.NDArray[np.int64]:
-        """Return the stored bytes of each role."""
-        return _sums(self.facts[2], self.size, len(roles))
-
 
 def _number(numbers: dict[str, int], name: str) -> int:
     """Return the number of a name, in the order of first uses."""
@@ -191,12 +187,13 @@ def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUs
     for (only, together), size in zip(ledger.sets, sizes, strict=True):
         exclusive[only] = size
         by_runs[together] = by_runs.get(together, 0) + size
+    by_role = _sums(found.facts[2], found.size, len(roles))
     return SharedUsage(
         versions_count=len(held),
         chunks_count=len(found.keys),
         stored_bytes=int(found.size.sum()),
         raw_bytes=int(found.facts[1].sum()),
-        roles=dict(sorted(zip(roles, found.by_role(roles).tolist(), strict=True))),
+        roles=dict(sorted(zip(roles, by_role.tolist(), strict=True))),
         runs={
             run: HeldBytes(
                 held=sum(size for together, size in by_runs.items() if run in together),
