@@ -14,13 +14,8 @@ from ckptstore.maintenance.check.verify import Notice, VerifyReport
 from ckptstore.maintenance.cold.archive import ArchiveReport
 from ckptstore.maintenance.cold.thaw import ThawReport
 from ckptstore.maintenance.collect.gc import GcReport
-from ckptstore.maintenance.repair.repair_report import (
-    ColdSource,
-    CommitFinding,
-    Lost,
-    Mended,
-    RepairReport,
-)
+from ckptstore.maintenance.repair.fix_log import CommitFinding
+from ckptstore.maintenance.repair.repair import ColdSource, Lost, Mended, RepairReport
 from ckptstore.maintenance.replicas.evict import EvictReport
 from ckptstore.maintenance.replicas.replicate import ReplicateReport
 from ckptstore.maintenance.reports.diff import DiffReport, Side, TensorChange, ValueChange

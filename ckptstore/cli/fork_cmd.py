@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ckptstore.cli import store_options
 from ckptstore.cli.session import find_version, give_replica, opened, opened_for
-from ckptstore.cli.store_options import (
-    FromReplica,
-    PathOptions,
-    SourceOptions,
-    TargetOptions,
-    WriterOptions,
-    parse_pairs,
-)
 from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
@@ -26,14 +19,14 @@ def fork(
     ref: Annotated[str, typer.Argument(metavar="REF")],
     new_run: Annotated[str, typer.Argument(metavar="NEW_RUN")],
     *,
-    paths: PathOptions,
+    paths: store_options.PathOptions,
     role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None,
     rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None,
     to: Annotated[str | None, typer.Option(metavar="URL")] = None,
-    target: TargetOptions,
-    replica: FromReplica = None,
-    source: SourceOptions,
-    options: WriterOptions,
+    target: store_options.TargetOptions,
+    replica: store_options.FromReplica = None,
+    source: store_options.SourceOptions,
+    options: store_options.WriterOptions,
 ) -> None:
     """Start a run from a version; the new run shares its chunks, and no tensor is copied.
 
@@ -58,7 +51,8 @@ def fork(
     ckptstore fork gpt@1200 gpt --to s3://archive/ckpts
     """
     output = options.output("fork")
-    pairs = parse_pairs(rename or (), "OLD=NEW", "model.backbone=model.encoder", unnamed=True)
+    example = "model.backbone=model.encoder"
+    pairs = store_options.parse_pairs(rename or (), "OLD=NEW", example, unnamed=True)
     renames = dict[Pattern, Pattern](pairs.items())
     if to is None and (target.to_option or target.to_key):
         msg = "--to-option and --to-key are for the store of --to, and none is named"

@@ -18,7 +18,7 @@ from ckptstore.store import Store, mend_superblock
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
-    from ckptstore.maintenance.repair.repair_report import RepairReport
+    from ckptstore.maintenance.repair.repair import RepairReport
 
 VerifyLevel = Literal["full", "records"]
 """Depth of a check."""

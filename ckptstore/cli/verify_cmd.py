@@ -19,7 +19,7 @@ from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import VerifyReport
-    from ckptstore.maintenance.repair.repair_report import RepairReport
+    from ckptstore.maintenance.repair.repair import RepairReport
 
 
 def verify(

@@ -20,17 +20,11 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import Threads
 from ckptstore.config import Options, workers_default
 from ckptstore.engine.calls import Shared, no_answer, packed, pickled, run_packed, unpacked
-from ckptstore.errors import (
-    InvalidInputError,
-    MissingDependencyError,
-    StorageError,
-    WorkerDiedError,
-)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,7 +92,7 @@ class Engine:
         if not self.in_process:
             if backend.capabilities.private:
                 msg = f"the objects of {backend.url} are in the memory of this process"
-                raise InvalidInputError(msg, hint="use the engine threads")
+                raise errors.InvalidInputError(msg, hint="use the engine threads")
             pickled(shared, f"the storage {backend.url}, with its options,")
         return shared
 
@@ -175,7 +169,7 @@ class Engine:
                 return done
             alone_s = 0.0 if sum(self._threads()) else alone_s + limits.ENGINE_LOOK_S
         msg = f"no worker has been there for {alone_s:.0f} s"
-        raise WorkerDiedError(msg, hint="what was done stays done: run it again")
+        raise errors.WorkerDiedError(msg, hint="what was done stays done: run it again")
 
 
 def check_spec(spec: str) -> str:
@@ -188,7 +182,7 @@ def check_spec(spec: str) -> str:
     """
     if spec == THREADS or _SCHEDULER.match(str(spec)):
         return spec
-    raise InvalidInputError(f"unknown engine {spec!r:.60}", hint=_HINT)
+    raise errors.InvalidInputError(f"unknown engine {spec!r:.60}", hint=_HINT)
 
 
 @contextmanager
@@ -211,7 +205,7 @@ def open_engine(spec: EngineSpec = THREADS, *, workers: int | None = None) -> It
         The scheduler does not answer, or has no workers.
     """
     if workers is not None and workers < 1:
-        raise InvalidInputError(f"workers is an integer from 1 on, not {workers!r}")
+        raise errors.InvalidInputError(f"workers is an integer from 1 on, not {workers!r}")
     with ExitStack() as stack:
         executor: futures.Executor
         if isinstance(spec, futures.Executor):
@@ -292,7 +286,7 @@ def connected(address: str) -> Iterator[DaskExecutor]:
         import distributed
     except ImportError as error:
         msg = f"Dask is not installed ({error.name})"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[dask]'") from error
+        raise errors.MissingDependencyError(msg, hint="pip install 'ckptstore[dask]'") from error
     try:
         start: Any = distributed.Client  # it has no types
         client = start(
@@ -301,13 +295,13 @@ def connected(address: str) -> Iterator[DaskExecutor]:
     except (OSError, ValueError, RuntimeError) as error:
         msg = f"no Dask scheduler answers at {address}: {error}"
         hint = "a scheduler prints its address when it starts: dask scheduler"
-        raise StorageError(msg, hint=hint) from error
+        raise errors.StorageError(msg, hint=hint) from error
     try:
         try:
             client.wait_for_workers(1, timeout=limits.ENGINE_WORKERS_WAIT_S)
         except (OSError, RuntimeError) as error:  # a timeout is an OSError
             msg = f"the Dask scheduler at {address} has no workers"
-            raise StorageError(msg, hint=f"start some: dask worker {address}") from error
+            raise errors.StorageError(msg, hint=f"start some: dask worker {address}") from error
         yield DaskExecutor(client)
     finally:
         with contextlib.suppress(OSError, RuntimeError):  # the scheduler is gone

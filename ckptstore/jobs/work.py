@@ -31,9 +31,8 @@ from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.replicas.evict import SecondLook, evict
 from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
-from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, retain
+from ckptstore.maintenance.retention.retain import RetainReport, retain
 from ckptstore.model import Version, naming
-from ckptstore.repo import Repo
 from ckptstore.store import Store, open_store
 from ckptstore.store.opening import open_target_of
 from ckptstore.store.replicating import missing
@@ -124,8 +123,7 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
 
 def _words(place: Place) -> dict[str, Any]:
     """Return the options with which a store is opened."""
-    own = {"single_writer": place.single_writer, "encryption_key": place.key}
-    return {**place.options, **own}
+    return {**place.options, "single_writer": place.single_writer, "encryption_key": place.key}
 
 
 def _selected(source: Store, job: Job) -> list[Version]:
@@ -281,15 +279,62 @@ class _Run:
         }
 
     def _retain_source(self) -> Mapping[str, Any]:
-        """Thin out the source, but for selected versions that were not read back in the target."""
-        return retain_source(
-            self.source.repo,
-            self.target.repo,
-            _selected(self.source, self.job),
-            _own_policy(self.job.retain.source),
-            coming=self._coming if self.dry_run else (),
-            dry_run=self.dry_run,
+        """Thin out the source, but for selected versions that were not read back in the target.
+
+        The target may lack a version that is too young for the selection, was saved since the
+        selection, whose copy was never read back, or that the target evicted because the source
+        holds it. Versions that go because the target holds them are checked there before, by their
+        objects; and after each commit, by the target's log: versions that the target lost
+        meanwhile are taken back.
+        """
+        source, target = self.source.repo, self.target.repo
+        selected = _selected(self.source, self.job)
+        policy = _own_policy(self.job.retain.source)
+        coming = self._coming if self.dry_run else ()
+        catalog, there = source.refresh(), target.refresh()
+        here, other = source.superblock.store_id, target.superblock.store_id
+        waiting = {
+            version.id
+            for version in selected
+            if not _has(there, version, other) or _rests_on(there, version, here)
+        }
+        free = {version.id for version in catalog.versions()} - waiting.difference(coming)
+        planned = retain(source, policy=policy, dry_run=True, quick=True, free=free)
+        chosen = {version.id for version in selected}
+        relied = {
+            one.version.id: one.version
+            for one in planned.changes
+            if one.version.id in chosen and _holds(target.catalog, one.version, other)
+        }
+        missed = missing(target, list(relied.values())) if relied else set()
+        second = SecondLook(
+            here=source,
+            there=target,
+            holds=lambda version: _holds(target.catalog, version, other),
+            done="removed or reduced",
         )
+
+        def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
+            """Return the ids of all versions that the target lost up to this commit."""
+            concerned = [version for version in changed if version.id in relied]
+            if concerned:
+                second.look(concerned, deleted=deleted)
+            return {*second.returned, *(failure.version for failure in second.lost)}
+
+        report = retain(
+            source,
+            policy=policy,
+            dry_run=self.dry_run,
+            # Versions outside of the plan were not checked; they can go the next time.
+            free={one.version.id for one in planned.changes} - missed,
+            after=after,
+        )
+        return {
+            **retained(report, without=second.returned),
+            "missed": len(missed),
+            "returned": len(second.returned),
+            "failures": [asdict(failure) for failure in second.lost],
+        }
 
     @property
     def _coming(self) -> Collection[str]:
@@ -372,79 +417,6 @@ class _Run:
         return late
 
 
-def retain_source(
-    source: Repo,
-    target: Repo,
-    selected: Sequence[Version],
-    policy: Mapping[str, Any] | None,
-    *,
-    coming: Collection[str],
-    dry_run: bool,
-) -> Mapping[str, Any]:
-    """Apply retention to the source, except to selected versions that the target may lack.
-
-    The target may lack a version that is too young for the selection, was saved since the
-    selection, whose copy was never read back, or that the target evicted because the source holds
-    it. Versions that go because the target holds them are checked there before, by their objects;
-    and after each commit, by the target's log: versions that the target lost meanwhile are taken
-    back.
-
-    Parameters
-    ----------
-    policy
-        None for the source's own.
-    coming
-        Ids of versions that count as if the target held them.
-
-    Returns
-    -------
-    Mapping
-        The figures for the report.
-
-    Raises
-    ------
-    CkptStoreError
-        As :func:`ckptstore.maintenance.retention.retain.retain`; or the target did not answer the
-        recheck, and the last commit was taken back.
-    """
-    catalog, there = source.refresh(), target.refresh()
-    here, other = source.superblock.store_id, target.superblock.store_id
-    waiting = {
-        version.id
-        for version in selected
-        if not _has(there, version, other) or _rests_on(there, version, here)
-    }
-    free = {version.id for version in catalog.versions()} - waiting.difference(coming)
-    planned = retain(source, policy=policy, dry_run=True, quick=True, free=free)
-    chosen = {version.id for version in selected}
-    relied = [
-        one.version
-        for one in planned.changes
-        if one.version.id in chosen and _holds(target.catalog, one.version, other)
-    ]
-    missed = missing(target, relied) if relied else set()
-    second = SecondLook(
-        here=source,
-        there=target,
-        holds=lambda version: _holds(target.catalog, version, other),
-        done="removed or reduced",
-    )
-    report = retain(
-        source,
-        policy=policy,
-        dry_run=dry_run,
-        # Versions outside of the plan were not checked; they can go the next time.
-        free={one.version.id for one in planned.changes} - missed,
-        after=_looking_again(second, relied),
-    )
-    return {
-        **retained(report, without=second.returned),
-        "missed": len(missed),
-        "returned": len(second.returned),
-        "failures": [asdict(failure) for failure in second.lost],
-    }
-
-
 def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return the figures of a retention, without versions that were taken back."""
     changes = [one for one in report.changes if one.version.id not in without]
@@ -453,20 +425,6 @@ def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str
         "reclaimable_bytes": sum(one.reclaimable_bytes for one in changes),
         "commits": len(report.commits),
     }
-
-
-def _looking_again(second: SecondLook, relied: Sequence[Version]) -> AfterCommit:
-    """Return the recheck of the target after each commit that changed one of `relied`."""
-    looked = {version.id for version in relied}
-
-    def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
-        """Return the ids of all versions that the target lost up to this commit."""
-        concerned = [version for version in changed if version.id in looked]
-        if concerned:
-            second.look(concerned, deleted=deleted)
-        return {*second.returned, *(failure.version for failure in second.lost)}
-
-    return after
 
 
 def _holds(there: Catalog, version: Version, store: str) -> bool:

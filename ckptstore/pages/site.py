@@ -31,12 +31,7 @@ from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.storage_times import StorageTimes
-from ckptstore.maintenance.reports.documents import (
-    diff_document,
-    name_document,
-    role_document,
-    version_document,
-)
+from ckptstore.maintenance.reports import documents
 from ckptstore.maintenance.reports.usage import by_role, replica_lags, sum_roles
 from ckptstore.model import Version, auto_choice
 from ckptstore.pages.run_documents import RUNS_MAX, lineage, overview, rounded, run
@@ -76,15 +71,14 @@ def version(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     (plan,) = retention.plan(catalog, run=one.run, times=StorageTimes(store.repo))
     fate = next((each for each in plan.decisions if each.version.id == one.id), None)
     head = info.head == one.id
+    line = islice(catalog.ancestors(one.id), 1, _RELATIVES_MAX + 1)
     return {
-        "version": version_document(
+        "version": documents.version_document(
             one, head=head, best=best_marks(catalog, [info]).get(one.id, ())
         ),
         "directions": info.metrics,
         "codec": auto_choice(one.receipt),
-        "ancestors": [
-            name_document(each) for each in islice(catalog.ancestors(one.id), 1, _RELATIVES_MAX + 1)
-        ],
+        "ancestors": [documents.name_document(each) for each in line],
         "children": _children(catalog, one),
         "replicas": [
             msgspec.to_builtins(each)
@@ -104,8 +98,8 @@ def version(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
 
 def _children(catalog: Catalog, one: Version) -> list[dict[str, Any]]:
     rows = catalog.state.versions.values()
-    found = (row.id for row in rows if row.parent == one.id)
-    return [name_document(catalog.version(each)) for each in islice(found, _RELATIVES_MAX)]
+    found = islice((row.id for row in rows if row.parent == one.id), _RELATIVES_MAX)
+    return [documents.name_document(catalog.version(each)) for each in found]
 
 
 def _stored(store: Store, one: Version, search: str) -> dict[str, Any]:
@@ -149,7 +143,7 @@ def diff(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     refs = [query.get(name, "") for name in ("first", "second")]
     catalog = store.repo.refresh()
     report = store.diff(*(f"#{ref}" if catalog.has_version(ref) else ref for ref in refs))
-    found = diff_document(report, {})
+    found = documents.diff_document(report, {})
     found["values_count"] = len(report.values)
     found["tensors"] = found["tensors"][:_TENSORS_MAX]
     found["values"] = [
@@ -256,8 +250,8 @@ def _bytes(versions: Iterable[Version]) -> dict[str, Any]:
     roles = by_role(versions)
     return {
         "versions": sum(1 for _ in versions),
-        **role_document(sum_roles(roles.values())),
-        "roles": {role: role_document(part) for role, part in sorted(roles.items())},
+        **documents.role_document(sum_roles(roles.values())),
+        "roles": {role: documents.role_document(part) for role, part in sorted(roles.items())},
     }
 
 
@@ -271,7 +265,7 @@ def health(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         "versions": len(versions),
         "verified": sum(one.verified for one in versions),
         "damaged_count": len(damaged),
-        "damaged": [name_document(one) for one in damaged[:_DAMAGED_MAX]],
+        "damaged": [documents.name_document(one) for one in damaged[:_DAMAGED_MAX]],
         "deleted": sum(1 for _ in catalog.versions(deleted=True)),
         "condemned": len(catalog.condemned),
         "commits_read": len(commits),

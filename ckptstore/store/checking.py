@@ -24,7 +24,7 @@ from ckptstore.store.version_lookup import named_version, named_versions
 if TYPE_CHECKING:
     from ckptstore.catalog.commits import Commit
     from ckptstore.maintenance.check.verify import Level, VerifyReport
-    from ckptstore.maintenance.repair.repair_report import RepairReport
+    from ckptstore.maintenance.repair.repair import RepairReport
     from ckptstore.maintenance.reports.diff import DiffReport
     from ckptstore.maintenance.reports.sharing import SharedUsage
     from ckptstore.maintenance.reports.usage import StoreStats

@@ -13,7 +13,7 @@ from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CkptStoreError, CorruptObjectError, InvalidInputError
 from ckptstore.format.keys import commit_key
-from ckptstore.maintenance.repair.repair_report import RepairReport
+from ckptstore.maintenance.repair.repair import RepairReport
 from ckptstore.store import Store
 
 pytestmark = pytest.mark.timeout(180)

@@ -32,7 +32,6 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import keys
-from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.format.manifest import outline
 from ckptstore.maintenance.check.integrity_scan import Problem, Sample, Survey, open_state
 from ckptstore.maintenance.check.verify_tasks import check_all
@@ -233,7 +232,7 @@ def _check_log(survey: Survey) -> None:
 
 def snapshot_numbers(backend: Backend) -> set[int]:
     """Return the numbers of the commits that a snapshot folds to."""
-    numbers = (snapshot_number(info.key) for info in backend.list(SNAPSHOTS_PREFIX))
+    numbers = (keys.snapshot_number(info.key) for info in backend.list(keys.SNAPSHOTS_PREFIX))
     return {number for number in numbers if number is not None}
 
 
@@ -358,8 +357,7 @@ def check_log_is_whole(
         manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions) came between two
         commits that follow each other, or after the last.
     """
-    numbers = (keys.snapshot_number(info.key) for info in repo.backend.list(keys.SNAPSHOTS_PREFIX))
-    newest = max((number for number in numbers if number is not None), default=0)
+    newest = max(snapshot_numbers(repo.backend), default=0)
     if newest > catalog.number and newest > repo.refresh().number:
         what = (
             f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"

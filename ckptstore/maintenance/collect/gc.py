@@ -25,14 +25,7 @@ from ckptstore.chunking import batches
 from ckptstore.committing import on_reserve
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.keys import (
-    MANIFESTS_PREFIX,
-    PACKS_PREFIX,
-    commit_key,
-    pack_id,
-    pack_key,
-    version_id_of,
-)
+from ckptstore.format import keys
 from ckptstore.format.manifest import outline
 from ckptstore.format.references import References
 from ckptstore.maintenance.check.verify import check_log_is_whole
@@ -244,9 +237,9 @@ class Candidates:
         """Return the age of a listed object by the storage's clock, in seconds; 0 if negative."""
         return max(0.0, self.now_s - self.objects[key].modified_at)
 
-    def _condemned(self, now: Catalog, keys: Iterable[str]) -> set[str]:
+    def _condemned(self, now: Catalog, names: Iterable[str]) -> set[str]:
         """Return those that were condemned and not deleted, or condemned since the listing."""
-        gone = now.gone(keys)
+        gone = now.gone(names)
         return {key for key in gone if key not in self.back or key in now.condemned}
 
 
@@ -281,7 +274,7 @@ class _Collection:
             condemnable = self.found.condemnable(catalog, self.reach)
         before = self._kinds(catalog, condemnable, idle)
         if not force:
-            strays = [key for key in before["orphans"] if version_id_of(key) is not None]
+            strays = [key for key in before["orphans"] if keys.version_id_of(key) is not None]
             check_log_is_whole(repo, catalog, strays, in_flight=self.orphan_age_s <= 0)
         age_s = max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
         left = repo.backend.remove_leftovers(
@@ -321,7 +314,7 @@ class _Collection:
             leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
             seconds=repo.environment.monotonic() - began,
             again_s=self.grace_s if self.dry_run and condemnable else self._wait_s(),
-            **{name: self._tally(keys) for name, keys in kinds.items()},
+            **{name: self._tally(found) for name, found in kinds.items()},
         )
 
     def _look(self, catalog: Catalog) -> Candidates:
@@ -339,9 +332,9 @@ class _Collection:
         clockless = self.dry_run and repo.options.read_only
         now_s = None if clockless else storage_now(repo)
         objects: dict[str, ObjectInfo] = {}
-        for prefix in (MANIFESTS_PREFIX, PACKS_PREFIX):
+        for prefix in (keys.MANIFESTS_PREFIX, keys.PACKS_PREFIX):
             for info in list_objects(self.tasks, prefix, environment=repo.environment):
-                if version_id_of(info.key) or pack_id(info.key):
+                if keys.version_id_of(info.key) or keys.pack_id(info.key):
                     objects[info.key] = info
                     step = Progress(stage="list", done=len(objects), total=0, unit="objects")
                     self.progress(step)
@@ -365,7 +358,7 @@ class _Collection:
         if found.dead_known:
             return
         found.dead_known = True
-        pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
+        pending = [key for key in objects if key in catalog.condemned and keys.version_id_of(key)]
         found.dead.update(found.first(catalog))
         for packs in self.tasks.map(
             _packs_in,
@@ -374,7 +367,7 @@ class _Collection:
             bytes_of=lambda manifest: manifest[1],
             bytes_max=limits.GC_TASK_MANIFEST_BYTES,
         ):
-            found.dead.update(map(pack_key, packs))
+            found.dead.update(map(keys.pack_key, packs))
 
     def _if_idle(self, catalog: Catalog, cache: ReferenceCache) -> References | None:
         """Return what live versions need if there is nothing to condemn or to rewrite.
@@ -397,8 +390,8 @@ class _Collection:
         if self.repack_below is None:
             return needs
         sparse = any(
-            pack_key(pack) in objects
-            and is_sparse(size, objects[pack_key(pack)], below=self.repack_below)
+            keys.pack_key(pack) in objects
+            and is_sparse(size, objects[keys.pack_key(pack)], below=self.repack_below)
             for pack, size in needs.packs.items()
         )
         return needs if needs.deltas_settled and not sparse else None
@@ -439,7 +432,7 @@ class _Collection:
             live = self.reach.contents(catalog)
             self.settled = frozenset(details.manifest_digest for _, details in live)
         if not self.dry_run:
-            self.found.dead.update(self.found.objects.keys() & map(pack_key, rebased.packs))
+            self.found.dead.update(self.found.objects.keys() & map(keys.pack_key, rebased.packs))
         return rebased
 
     def _free(self, catalog: Catalog) -> None:
@@ -464,7 +457,7 @@ class _Collection:
         if self.dry_run:
             return rebased, Repacked.of(victims), live_bytes
         repacked = repack(self.repo, self.reach, victims, progress=self.progress, tasks=self.tasks)
-        self.found.dead.update(pack_key(victim.pack) for victim in victims)
+        self.found.dead.update(keys.pack_key(victim.pack) for victim in victims)
         if rebased.versions_count or repacked.versions_count:
             self._condemn()
             self._sweep()
@@ -491,12 +484,12 @@ class _Collection:
         catalog = self.repo.refresh()
         clock = catalog.condemned and self.grace_s > 0
         now_s = storage_now(self.repo) if clock else self.found.now_s
-        keys = self._due(catalog, now_s)
-        for part in batches(keys, limits.KEYS_PER_OP_MAX):
+        due = self._due(catalog, now_s)
+        for part in batches(due, limits.KEYS_PER_OP_MAX):
             left = [key for key in part if key not in self.found.absent]
             deleted = self.tasks.map(_delete, left, count=limits.GC_TASK_DELETES)
             for done, _ in enumerate(deleted, len(self.swept) + 1):
-                self.progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
+                self.progress(Progress(stage="sweep", done=done, total=len(due), unit="objects"))
             self._append(partial(content_ops.swept, keys=part))
             self.swept += part
 
@@ -526,12 +519,12 @@ class _Collection:
 
     def _stored_at(self, number: int) -> float:
         """Return when a commit was stored, by the storage's clock."""
-        return self.repo.backend.stat(commit_key(number)).modified_at
+        return self.repo.backend.stat(keys.commit_key(number)).modified_at
 
-    def _tally(self, keys: Iterable[str]) -> Kinds:
-        """Return count and bytes by kind of those of `keys` that were listed."""
+    def _tally(self, names: Iterable[str]) -> Kinds:
+        """Return count and bytes by kind of those of `names` that were listed."""
         kinds: dict[str, list[int]] = {"packs": [], "manifests": []}
-        for key in keys:
+        for key in names:
             info = self.found.objects.get(key)
             if info is not None:
                 kinds[key.partition("/")[0]].append(info.size_bytes)
@@ -543,7 +536,7 @@ class _Collection:
 def _keys_of(needs: References, reach: Reach, catalog: Catalog) -> set[str]:
     """Return the keys of live manifests and of the packs that they name."""
     manifests = {details.manifest_key for _, details in reach.contents(catalog)}
-    return manifests.union(map(pack_key, needs.packs))
+    return manifests.union(map(keys.pack_key, needs.packs))
 
 
 def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:

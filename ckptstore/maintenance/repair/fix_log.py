@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
@@ -31,11 +32,26 @@ from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import commit_key, snapshot_key
 from ckptstore.hashing import blake3_hex
 from ckptstore.maintenance.check.verify import snapshot_numbers, wrong_snapshots
-from ckptstore.maintenance.repair.repair_report import CommitFinding
 from ckptstore.repo import Repo
 
 _UNSURE = "what "
 _DIGEST = re.compile(rb'"blake3":"([0-9a-f]{64})"}\n?\Z')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFinding:
+    """One commit that is not as it should be."""
+
+    number: int
+    key: str
+    what: Literal["missing", "damaged"]
+    mended: bool
+    """What it held is there again; in a dry run, it can be brought back."""
+    set_aside: bool = False
+    """The log goes on past it, a damaged record at its end, which stays where it is; in a dry run,
+    it would."""
+    why: str
+    """The damage, and the obstacle to mending it."""
 
 
 @dataclass(slots=True)

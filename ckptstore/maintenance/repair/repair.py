@@ -29,23 +29,89 @@ from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
-from ckptstore.maintenance.check.integrity_scan import Survey, piece_key
+from ckptstore.maintenance.check.integrity_scan import Problem, Survey, piece_key
 from ckptstore.maintenance.check.verify import Level, find_leftovers, report_lost_commits
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.live_set import live_versions
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
-from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
+from ckptstore.maintenance.repair.fix_log import CommitFinding, mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
-from ckptstore.maintenance.repair.repair_report import (
-    ColdSource,
-    CommitFinding,
-    Lost,
-    Mended,
-    RepairReport,
-)
-from ckptstore.model import Version, naming
+from ckptstore.model import NamedVersion, Version, naming
 from ckptstore.objects.index import location_of
 from ckptstore.repo import Repo
+from ckptstore.shown import Shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended(NamedVersion):
+    """A version that was brought back, wholly or in part; in a dry run, one that can be."""
+
+    manifest: bool
+    """Its manifest was lost, too, and was rebuilt."""
+    tensors: tuple[str, ...]
+    """Paths of tensors that were damaged and are whole again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(NamedVersion):
+    """A version that lost some of its tensors, or all."""
+
+    tensors: tuple[str, ...]
+    """Paths of the tensors that are lost; empty if the whole version is."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdSource(NamedVersion):
+    """A version of another store that holds missing pieces in an archive class."""
+
+    url: str
+    """Where the other store is, without credentials."""
+    command: str
+    """Command that makes it readable there; the repair is then to be run again."""
+    pieces_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RepairReport(Shown):
+    """Findings of a repair, and its results."""
+
+    dry_run: bool
+    commits: tuple[CommitFinding, ...] = ()
+    """Commits that are missing or damaged, oldest first."""
+    commits_readable: int
+    """Number of the last commit up to which the log can be read now."""
+    versions_readable: int
+    """Number of versions that the log has up to there."""
+    commits_lost: str = ""
+    """Evidence that the log lost its last commits, or all, and the way out; empty without any.
+    Nothing can bring them back from within the store, or from a store with another log."""
+    snapshots: tuple[str, ...] = ()
+    """Keys of catalog snapshots that were damaged; a new one was folded."""
+    problems: tuple[Problem, ...] = ()
+    """Findings of a verification before the repair."""
+    mended: tuple[Mended, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    quarantined: tuple[str, ...] = ()
+    """Ids of versions that this repair recorded as damaged."""
+    relocated: tuple[str, ...] = ()
+    """Ids of versions that lie elsewhere now, some only to leave a pack with a damaged index."""
+    pieces: dict[str, int] = field(default_factory=dict)
+    """Number of pieces by origin: ``elsewhere``, ``moved``, ``salvaged``, ``scanned``,
+    ``source``."""
+    written_bytes: int = 0
+    """Bytes of new packs."""
+    cold: tuple[ColdSource, ...] = ()
+    """Other stores that have lost pieces, once they are thawed there."""
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing is lost."""
+        return (
+            not self.lost
+            and not self.commits_lost
+            and all(commit.mended or commit.set_aside for commit in self.commits)
+        )
 
 
 @operation("repair")

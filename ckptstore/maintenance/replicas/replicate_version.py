@@ -32,6 +32,7 @@ from ckptstore.repo import Repo
 _log = logging.getLogger("ckptstore")
 
 Fate = Literal["copied", "present", "deleted in the target", "deleted in the source"]
+_Outcome = tuple[Fate | errors.IntegrityError | errors.ColdObjectError, "Landed | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def bring(
     version: Version,
     near: Callable[[Version], list[Version]],
     progress: ProgressCallback,
-) -> tuple[Fate | errors.IntegrityError | errors.ColdObjectError, Landed | None]:
+) -> _Outcome:
     """Copy a version and commit it; return its fate, or why it failed, and the copy.
 
     One that is damaged does not keep the others back. One that was moved meanwhile is copied from
@@ -107,9 +108,7 @@ def bring(
     """
     tries = 0
 
-    def attempt(
-        without: set[str],
-    ) -> tuple[Fate | errors.IntegrityError | errors.ColdObjectError, Landed | None]:
+    def attempt(without: set[str]) -> _Outcome:
         """Copy and commit, from where the version is now."""
         nonlocal version, tries
         tries += 1
