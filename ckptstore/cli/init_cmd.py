@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import typer
 
+from ckptstore.cli.doctor_cmd import draw_findings
 from ckptstore.cli.output import Screen
-from ckptstore.cli.probe_table import draw_findings
 from ckptstore.cli.session import location, vouching
 from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import bytes_text, parse_bytes

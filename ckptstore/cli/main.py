@@ -117,6 +117,11 @@ GROUPS: Final = {
 }
 """Every command by what people do, in the order of the help."""
 COMMANDS: Final = {name: title for title, names in GROUPS.items() for name in names}
+MODULES: Final = {
+    "annotate": "tag", "evict": "replicate", "pin": "tag", "repair": "verify", "stats": "du",
+    "undelete": "rm",
+}  # fmt: skip
+"""Commands that stand in the module of another one, which is their counterpart."""
 
 _AGAIN: Final = "what was committed stays; the same command again continues"
 _GO_ON: Final = {
@@ -149,7 +154,7 @@ def build_app(only: str = "") -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name in [only] if only else COMMANDS:
-        module = import_module(f"ckptstore.cli.{name}_cmd")
+        module = import_module(f"ckptstore.cli.{MODULES.get(name, name)}_cmd")
         command = getattr(module, "import_" if name == "import" else name)
         shown = "\n\n".join(["Examples:", *(f"$ {line}" for line in examples(command))])
         decorate = app.command(name, cls=QuietCommand, epilog=shown, rich_help_panel=COMMANDS[name])

@@ -24,7 +24,7 @@ from ckptstore.backends.probe import ProbeReport, measure, probe
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.cli.probe_table import advice
+from ckptstore.cli.doctor_cmd import advice
 from ckptstore.config import Options
 from ckptstore.errors import (
     AmbiguousWriteError,
