@@ -29,6 +29,7 @@ from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.receiving import receive_into
 from ckptstore.backends.s3_calls import Accept, Request, Settings
+from ckptstore.backends.s3_thin import ThinCalls
 from ckptstore.backends.width import moved
 
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
@@ -43,11 +44,14 @@ class DirectCalls:
         Of botocore, for S3.
     request
         Parameters of every request.
+    thin
+        Sends large bodies and receives ranges; without it, or where it cannot, the client does.
     """
 
-    def __init__(self, client: Foreign, request: Request) -> None:
+    def __init__(self, client: Foreign, request: Request, thin: ThinCalls | None = None) -> None:
         self._client = client
         self._request = request
+        self._thin = thin
 
     def call(self, method: str, request: Request) -> Foreign:
         """Return the answer of a call."""
@@ -59,6 +63,10 @@ class DirectCalls:
             return self.call(method, request | {"Body": bytes(body)})
         sending = _Sending(body)
         try:
+            answer = self._send_thin(method, request, sending)
+            if answer is not None:
+                return {"ETag": answer.headers.get("ETag", "")}
+            sending.seek(0)
             return self.call(method, request | {"Body": sending})
         finally:
             sending.release()  # an error's traceback may keep a reference to it
@@ -80,16 +88,21 @@ class DirectCalls:
         """Receive the body into buffers, without a copy in between."""
         _here.patience_s = patience_s
         try:
-            answer = self.call("get_object", request)
+            thin = self._send_thin("get_object", request)
+            answer = _head(thin) if thin else self.call("get_object", request)
         finally:
             _here.patience_s = 0.0
-        body = answer["Body"]
+        stream = thin.raw if thin else answer["Body"]._raw_stream
         try:
             accept(answer)
         except BaseException:
-            body.close()
+            stream.close()
             raise
-        return receive_into(body._raw_stream, buffers)
+        return receive_into(stream, buffers)
+
+    def _send_thin(self, method: str, request: Request, body: Foreign = None) -> Foreign | None:
+        """Return the answer to a request, or None if the client has to send it."""
+        return self._thin and self._thin.send(method, self._request | request, body)
 
     def close(self) -> None:
         """Close the connections."""
@@ -111,11 +124,12 @@ def direct_client(settings: Settings) -> DirectCalls:
     client = session.create_client("s3", **settings.client, config=Config(**config))
     acknowledge_at_once(client)
     chosen = config.get("s3") or {}
-    if not settings.anonymous and "payload_signing_enabled" not in chosen:
+    seal = None if settings.anonymous or "payload_signing_enabled" in chosen else _seal
+    if seal is not None:
         for name in ("PutObject", "UploadPart"):
-            client.meta.events.register(f"before-call.s3.{name}", _seal)
+            client.meta.events.register(f"before-call.s3.{name}", _seal_call)
     client.meta.events.register("before-parse.s3", _hold_whole)
-    return DirectCalls(client, dict(settings.request))
+    return DirectCalls(client, dict(settings.request), ThinCalls(client, seal))
 
 
 @cache
@@ -168,7 +182,23 @@ class _Sending(io.RawIOBase):
         self._view = memoryview(b"")
 
 
-def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
+def _head(answer: Foreign) -> dict[str, Any]:
+    """Return the head of the answer to a GET, as the client has it."""
+    said = answer.headers.get("Content-Length", "")
+    return {
+        "ContentLength": int(said) if said.isdecimal() else None,
+        "ContentRange": answer.headers.get("Content-Range", ""),
+    }
+
+
+def _seal_call(params: dict[str, Any], model: Foreign, **_: object) -> None:
+    """Seal the body of a request of the client."""
+    _seal(params["body"], params["url"], params["headers"], params["context"], model.name)
+
+
+def _seal(
+    body: Foreign, url: str, headers: dict[str, str], context: dict[str, Any], operation: str
+) -> None:
     """Choose, before a request is signed, the protection of its body in transit.
 
     Signing a body costs a SHA-256 here and another one at the server. A pack needs none where
@@ -179,16 +209,14 @@ def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
     A part of an upload is signed under TLS: AWS takes a checksum of one only if the whole upload
     has them, which not every server knows.
     """
-    body = params["body"]
     if not isinstance(body, _Sending):
         return
-    url = urlsplit(params["url"])
-    signed = model.name == "UploadPart"
-    if url.scheme != "https":
-        signed = not _is_loopback(url.hostname or "")
+    parts = urlsplit(url)
+    signed = operation == "UploadPart"
+    if parts.scheme != "https":
+        signed = not _is_loopback(parts.hostname or "")
     elif not signed:
-        params["headers"]["x-amz-checksum-crc32"] = body.crc32()
-    context = params["context"]
+        headers["x-amz-checksum-crc32"] = body.crc32()
     config = context["client_config"]
     chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}
     context["client_config"] = config.merge(Config(s3=chosen))

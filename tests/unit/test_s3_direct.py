@@ -7,18 +7,21 @@ import hashlib
 import io
 import pickle
 import zlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs
 
 import fsspec.config
 import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
+from botocore.exceptions import ClientError, IncompleteReadError
 
 from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import S3Backend, open_s3
-from ckptstore.backends.s3_calls import Settings, read_settings
+from ckptstore.backends.s3_calls import Settings, code_of, read_settings, translate
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.errors import InvalidUrlError, StorageError
@@ -38,9 +41,19 @@ class Wire:
         self.calls: DirectCalls = direct_client(settings)
         self.headers: dict[str, str] = {}
         self.body = b""
-        self.calls._client.meta.events.register("before-send.s3", self._send)
+        self.answers: list[tuple[int, dict[str, str], bytes]] = []
+        """Status, headers and body of the next answers; without one, 200."""
+        self.by_client = 0
+        """Requests that botocore's client built."""
+        self.url = ""
+        self.calls._client._endpoint.http_session.send = self._send
+        self.calls._client.meta.events.register("request-created.s3", self._count)
 
-    def _send(self, request: Any, **_: object) -> AWSResponse:  # noqa: ANN401 - of botocore
+    def _count(self, **_: object) -> None:
+        self.by_client += 1
+
+    def _send(self, request: Any) -> AWSResponse:  # noqa: ANN401 - of botocore
+        self.url = request.url
         self.headers = {
             name.lower(): value.decode() if isinstance(value, bytes) else value
             for name, value in request.headers.items()
@@ -50,14 +63,22 @@ class Wire:
             body.seek(0)
             body = b"".join(bytes(part) for part in iter(lambda: body.read(16384), b""))
         self.body = body
-        empty = urllib3.HTTPResponse(body=io.BytesIO(), preload_content=False)
-        return AWSResponse(request.url, 200, {}, empty)
+        status, headers, content = self.answers.pop(0) if self.answers else (200, {}, b"")
+        answer = urllib3.HTTPResponse(
+            io.BytesIO(content),
+            headers,
+            status,
+            preload_content=False,
+            enforce_content_length=False,
+        )
+        return AWSResponse(request.url, status, answer.headers, answer)
 
     def put(self, data: bytes) -> dict[str, str]:
-        """Return the headers with which `data` would be sent."""
-        self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(data))
-        assert self.body == data
-        assert int(self.headers["content-length"]) == len(data)
+        """Return the headers with which `data` would be sent: by the client, and then without."""
+        for _ in range(2):
+            self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(data))
+            assert self.body == data
+            assert int(self.headers["content-length"]) == len(data)
         return self.headers
 
 
@@ -134,6 +155,141 @@ def test_settings_show_no_credentials() -> None:
 
     shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(direct_client(Settings()))
     assert not any(text in shown for text in ("AKID", "s3cret", "t0ken"))
+
+
+# Headers of the client that say nothing about the object, or differ from request to request.
+_ITS_OWN = {"amz-sdk-invocation-id", "amz-sdk-request", "authorization", "expect", "user-agent"}
+_ENDPOINTS: list[dict[str, Any]] = [
+    {},
+    {"client_kwargs": {"region_name": "eu-west-1"}},
+    {
+        "client_kwargs": {"region_name": "us-gov-west-1"},
+        "config_kwargs": {"use_fips_endpoint": True},
+    },
+    {"config_kwargs": {"use_dualstack_endpoint": True}},
+    {"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}},
+    {"config_kwargs": {"s3": {"addressing_style": "path"}}},
+    {"endpoint_url": "http://[::1]:9000"},
+    {"endpoint_url": "https://s3.lab/below"},
+    {"endpoint_url": "https://s3.lab", "config_kwargs": {"s3": {"addressing_style": "virtual"}}},
+    {"endpoint_url": "https://s3.lab", "anon": True},
+    {"endpoint_url": "https://s3.lab", "token": "t0ken", "requester_pays": True},
+    {"use_ssl": False},
+]
+_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("put_object", {"Key": "a/k"}),
+    ("put_object", {"Key": "ä b+c~d%20e/f", "StorageClass": "STANDARD_IA"}),
+    ("put_object", {"Key": "index.html", "ContentType": "text/html"}),
+    ("upload_part", {"Key": "a/k", "UploadId": "x/y+z==", "PartNumber": 7}),
+    ("get_object", {"Key": "a/k", "Range": "bytes=5-9"}),
+    ("get_object", {"Key": "a b/?&=", "Range": "bytes=0-0"}),
+]
+
+
+@pytest.mark.parametrize("options", _ENDPOINTS, ids=str)
+def test_a_thin_request_is_that_of_the_client(options: dict[str, Any]) -> None:
+    """Address, headers, body and scope of the signature are equal; the client builds the first."""
+    for method, request in _REQUESTS:
+        wire = Wire(**options)
+        found = []
+        for _ in range(2):
+            if method == "get_object":
+                wire.calls.read_into({"Bucket": "bucket"} | request, [], lambda _: None)
+            else:
+                wire.calls.send(method, {"Bucket": "bucket"} | request, memoryview(LARGE))
+            headers = {name: wire.headers[name] for name in wire.headers.keys() - _ITS_OWN}
+            headers["x-amz-date"] = headers.get("x-amz-date", "")[:8]
+            address, _, query = wire.url.partition("?")
+            scope = wire.headers.get("authorization", "").partition("SignedHeaders")[0]
+            found.append((address, parse_qs(query), wire.body or b"", scope, headers))
+        assert found[0] == found[1]
+        assert wire.by_client == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{"IfNoneMatch": "*"}, {"ServerSideEncryption": "AES256"}, {"Bucket": "another"}],
+    ids=str,
+)
+def test_an_unknown_request_is_left_to_the_client(request_: dict[str, Any]) -> None:
+    """So are conditions, and objects of a bucket whose place is not known."""
+    wire = Wire()
+    wire.put(LARGE)
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, memoryview(LARGE))
+    assert wire.by_client == 2
+
+
+def test_checksums_that_the_user_asks_for_are_the_clients() -> None:
+    """No request is built without it."""
+    wire = Wire(config_kwargs={"request_checksum_calculation": "when_supported"})
+    wire.put(LARGE)
+    assert wire.by_client == 2
+
+
+def _error(code: str) -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (403, _error("RequestTimeTooSkewed")),
+        (400, _error("ExpiredToken")),
+        (404, _error("NoSuchUpload")),
+        (404, b""),
+        (409, _error("OperationAborted")),
+        (416, _error("InvalidRange")),
+        (500, b"<html>"),
+        (503, _error("SlowDown")),
+        (429, b"no XML"),
+    ],
+)
+@pytest.mark.parametrize("method", ["upload_part", "get_object"])
+def test_an_error_of_a_thin_request_is_that_of_the_client(
+    method: str, status: int, body: bytes
+) -> None:
+    """Type, text and retry are equal; one request is sent."""
+    wire, told = Wire(), []
+    wire.put(LARGE)
+    for thin in (True, False):
+        wire.answers = [(status, {"content-length": str(len(body))}, body)]
+        at: dict[str, Any] = {"Bucket": "b", "Key": "k"}
+        at |= {"UploadId": "u", "PartNumber": 1} if method == "upload_part" else {}
+        if not thin:
+            wire.calls._thin = None
+        send = partial(wire.calls.send, method, at, memoryview(LARGE))
+        if method == "get_object":
+            send = partial(wire.calls.read_into, at, [memoryview(bytearray(4))], lambda _: None)
+        with pytest.raises(ClientError) as raised:
+            send()
+        error = translate(raised.value, "x", conditional=False)
+        told.append((type(error), str(error), code_of(raised.value)))
+        assert wire.answers == []
+        assert wire.by_client == 1 + (not thin)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(301, _error("PermanentRedirect")), (307, b""), (400, _error("AuthorizationHeaderMalformed"))],
+)
+def test_an_answer_that_leads_elsewhere_is_left_to_the_client(status: int, body: bytes) -> None:
+    """It sends the whole body again, and finds the region."""
+    wire = Wire()
+    wire.put(LARGE)
+    wire.answers = [(status, {"content-length": str(len(body))}, body)]
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
+    assert wire.body == LARGE
+    assert wire.by_client == 2
+
+
+def test_a_truncated_error_is_no_answer() -> None:
+    """The status alone would mistake a busy server for missing rights."""
+    wire = Wire()
+    wire.put(LARGE)
+    wire.answers = [(403, {"content-length": "500"}, _error("SlowDown")[:20])]
+    with pytest.raises(IncompleteReadError):
+        wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
 
 
 @pytest.mark.parametrize(
