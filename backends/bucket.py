@@ -280,6 +280,7 @@ class BucketBackend(base.Backend, Generic[C]):
                 if found is error:
                     raise
                 raise found from error
+            sent["thin_count"] = int(passing.thin)
             whole = len(result) if isinstance(result, bytes) else 0
             sent["requests_bytes"] = max(size_bytes, passing.moved_bytes, whole)
             return result

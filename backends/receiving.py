@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import io
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -11,7 +14,9 @@ from ckptstore.backends.scatter import skip_bytes, wanted_bytes
 from ckptstore.backends.width import moved
 
 Foreign = Any
-"""An answer of urllib3, below botocore and requests."""
+"""An answer of urllib3, below botocore and requests, or of :mod:`ckptstore.backends.wire`."""
+_PATIENCE: Final = struct.pack("ll", int(limits.READ_TIMEOUT_S), 0)
+"""The longest silence of a server, as the system takes it."""
 
 
 def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
@@ -20,13 +25,18 @@ def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
     The connection serves further requests if the body was read to its end, and is closed if not.
     """
     whole = False
+    rest = [buffer for buffer in buffers if buffer.nbytes]
     try:
-        readinto, at_end = _receiver(answer)
-        rest = [buffer for buffer in buffers if buffer.nbytes]
-        while rest and (count := readinto(rest[0][: limits.STREAM_BYTES])):
-            skip_bytes(rest, count)
-            moved(count)
-        whole = at_end()
+        below, sock = getattr(answer, "_fp", None), _socket(answer)
+        known = isinstance(below, http.client.HTTPResponse) and below.length and not below.chunked
+        if known and type(sock) is socket.socket:
+            whole = _from_socket(below, sock, rest)
+        else:
+            readinto, at_end = _receiver(answer)
+            while rest and (count := readinto(rest[0][: limits.STREAM_BYTES])):
+                skip_bytes(rest, count)
+                moved(count)
+            whole = at_end()
     finally:
         if whole:
             answer.release_conn()
@@ -35,11 +45,48 @@ def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
     return wanted_bytes(rest)
 
 
+def _from_socket(below: Foreign, sock: socket.socket, rest: list[memoryview]) -> bool:
+    """Fill `rest` from a connection without TLS; return whether all of the body was received.
+
+    One call of the system waits for a whole step: a socket of Python's that has a timeout takes
+    the interpreter for each packet twice.
+    """
+    left: int = below.length
+    first = memoryview(below.fp.read1(io.DEFAULT_BUFFER_SIZE))  # what came with the head
+    moved(len(first))
+    overlong = len(first) > left
+    left -= len(first)
+    while rest and first:
+        count = min(len(first), rest[0].nbytes)
+        rest[0][:count] = first[:count]
+        first = first[count:]
+        skip_bytes(rest, count)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
+    before = sock.gettimeout()
+    sock.settimeout(None)
+    while rest and left > 0:
+        step = rest[0][: min(left, limits.STREAM_BYTES)]
+        count = sock.recv_into(step, 0, socket.MSG_WAITALL)
+        if not count:
+            break
+        left -= count
+        skip_bytes(rest, count)
+        moved(count)
+    sock.settimeout(before)
+    below.close()
+    return not left and not overlong
+
+
 def wait_for_body(answer: Foreign) -> None:
     """Give the body of an answer the usual time, however little its beginning had."""
-    sock = getattr(answer.connection, "sock", None)
+    sock = _socket(answer)
     if sock is not None:  # with "Connection: close" the answer alone has it
         sock.settimeout(limits.READ_TIMEOUT_S)
+
+
+def _socket(answer: Foreign) -> Any:  # noqa: ANN401 - of Python or of a library
+    """Return the socket below an answer, or None."""
+    return getattr(getattr(answer, "connection", None), "sock", None)
 
 
 def _receiver(answer: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:

@@ -7,16 +7,12 @@ Measured against other clients: docs/design/0014-s3-clients.md.
 
 from __future__ import annotations
 
-import base64
 import io
-import ipaddress
 import socket
 import threading
-import zlib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Any
 
 import botocore.loaders
 import botocore.session
@@ -25,14 +21,13 @@ from botocore.config import Config
 from botocore.exceptions import IncompleteReadError
 
 from ckptstore import limits
+from ckptstore.backends import wire
 from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.receiving import receive_into
 from ckptstore.backends.s3_calls import Accept, Request, Settings
-from ckptstore.backends.s3_thin import ThinCalls
+from ckptstore.backends.s3_thin import ThinCalls, crc32, protection
 from ckptstore.backends.width import moved
-
-_QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 
 class DirectCalls:
@@ -61,12 +56,12 @@ class DirectCalls:
         """Send a body: a small one signed with its SHA-256, a large one as by ``_seal``."""
         if len(body) < limits.SIGNED_BODY_BYTES_MAX:
             return self.call(method, request | {"Body": bytes(body)})
+        answer = self._send_thin(method, request, body)
+        if answer is not None:
+            answer.content()
+            return {"ETag": answer.headers.get("ETag", "")}
         sending = _Sending(body)
         try:
-            answer = self._send_thin(method, request, sending)
-            if answer is not None:
-                return {"ETag": answer.headers.get("ETag", "")}
-            sending.seek(0)
             return self.call(method, request | {"Body": sending})
         finally:
             sending.release()  # an error's traceback may keep a reference to it
@@ -86,23 +81,30 @@ class DirectCalls:
         self, request: Request, buffers: Buffers, accept: Accept, patience_s: float = 0.0
     ) -> int:
         """Receive the body into buffers, without a copy in between."""
-        _here.patience_s = patience_s
+        thin = self._send_thin("get_object", request, limit_s=patience_s)
+        if thin is not None:
+            head, stream = _head(thin), thin
+        else:
+            _here.patience_s = patience_s
+            try:
+                head = self.call("get_object", request)
+            finally:
+                _here.patience_s = 0.0
+            stream = head["Body"]._raw_stream
         try:
-            thin = self._send_thin("get_object", request)
-            answer = _head(thin) if thin else self.call("get_object", request)
-        finally:
-            _here.patience_s = 0.0
-        stream = thin.raw if thin else answer["Body"]._raw_stream
-        try:
-            accept(answer)
+            accept(head)
         except BaseException:
             stream.close()
             raise
         return receive_into(stream, buffers)
 
-    def _send_thin(self, method: str, request: Request, body: Foreign = None) -> Foreign | None:
+    def _send_thin(
+        self, method: str, request: Request, body: memoryview | None = None, limit_s: float = 0.0
+    ) -> wire.Answer | None:
         """Return the answer to a request, or None if the client has to send it."""
-        return self._thin and self._thin.send(method, self._request | request, body)
+        if self._thin is None:
+            return None
+        return self._thin.send(method, self._request | request, body, limit_s)
 
     def close(self) -> None:
         """Close the connections."""
@@ -124,12 +126,12 @@ def direct_client(settings: Settings) -> DirectCalls:
     client = session.create_client("s3", **settings.client, config=Config(**config))
     acknowledge_at_once(client)
     chosen = config.get("s3") or {}
-    seal = None if settings.anonymous or "payload_signing_enabled" in chosen else _seal
-    if seal is not None:
+    sealed = not settings.anonymous and "payload_signing_enabled" not in chosen
+    if sealed:
         for name in ("PutObject", "UploadPart"):
-            client.meta.events.register(f"before-call.s3.{name}", _seal_call)
+            client.meta.events.register(f"before-call.s3.{name}", _seal)
     client.meta.events.register("before-parse.s3", _hold_whole)
-    return DirectCalls(client, dict(settings.request), ThinCalls(client, seal))
+    return DirectCalls(client, dict(settings.request), ThinCalls(client, sealed=sealed))
 
 
 @cache
@@ -147,21 +149,21 @@ class _Sending(io.RawIOBase):
 
     def __init__(self, view: memoryview) -> None:
         super().__init__()
-        self._view = view
+        self.view = view
         self._at = 0
         self._passed = 0
 
     def read(self, size: int = -1) -> bytes:
         """Return the next megabyte, as a view."""
         moved(self._passed)  # what was read before has gone out
-        part = self._view[self._at : self._at + limits.STREAM_BYTES]
+        part = self.view[self._at : self._at + limits.STREAM_BYTES]
         self._at += len(part)
         self._passed = len(part)
         return part  # type: ignore[return-value]  # bytes by all that is done with it
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move: botocore measures the length, and may send again after a redirect."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.view)}[whence]
         self._at = base + offset
         return self._at
 
@@ -173,16 +175,12 @@ class _Sending(io.RawIOBase):
         """Return True."""
         return True
 
-    def crc32(self) -> str:
-        """Return the checksum of the whole body in S3's notation."""
-        return base64.b64encode(zlib.crc32(self._view).to_bytes(4, "big")).decode()
-
     def release(self) -> None:
         """Release the memory; later reads fail."""
-        self._view = memoryview(b"")
+        self.view = memoryview(b"")
 
 
-def _head(answer: Foreign) -> dict[str, Any]:
+def _head(answer: wire.Answer) -> dict[str, Any]:
     """Return the head of the answer to a GET, as the client has it."""
     said = answer.headers.get("Content-Length", "")
     return {
@@ -191,32 +189,15 @@ def _head(answer: Foreign) -> dict[str, Any]:
     }
 
 
-def _seal_call(params: dict[str, Any], model: Foreign, **_: object) -> None:
-    """Seal the body of a request of the client."""
-    _seal(params["body"], params["url"], params["headers"], params["context"], model.name)
-
-
-def _seal(
-    body: Foreign, url: str, headers: dict[str, str], context: dict[str, Any], operation: str
-) -> None:
-    """Choose, before a request is signed, the protection of its body in transit.
-
-    Signing a body costs a SHA-256 here and another one at the server. A pack needs none where
-    nothing can change it in transit: under TLS, which also gets a checksum that servers compare
-    if they know it, and on the loopback interface, which is this machine's memory. The manifest
-    holds digests of a pack's contents, and is small enough to be always signed.
-
-    A part of an upload is signed under TLS: AWS takes a checksum of one only if the whole upload
-    has them, which not every server knows.
-    """
+def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
+    """Choose, before the client signs a request, the protection of its body in transit."""
+    body = params["body"]
     if not isinstance(body, _Sending):
         return
-    parts = urlsplit(url)
-    signed = operation == "UploadPart"
-    if parts.scheme != "https":
-        signed = not _is_loopback(parts.hostname or "")
-    elif not signed:
-        headers["x-amz-checksum-crc32"] = body.crc32()
+    signed, checked = protection(params["url"], model.name)
+    if checked:
+        params["headers"]["x-amz-checksum-crc32"] = crc32(body.view)
+    context = params["context"]
     config = context["client_config"]
     chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}
     context["client_config"] = config.merge(Config(s3=chosen))
@@ -234,15 +215,6 @@ def _hold_whole(operation_model: Foreign, response_dict: Mapping[str, Any], **_:
     said = response_dict["headers"].get("content-length", "")
     if status not in {204, 304} and said.isdigit() and len(body) < int(said):
         raise IncompleteReadError(actual_bytes=len(body), expected_bytes=int(said))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def acknowledge_at_once(client: Foreign) -> bool:
@@ -264,17 +236,10 @@ def acknowledge_at_once(client: Foreign) -> bool:
     kinds = getattr(manager, "pool_classes_by_scheme", None)
     ours = {"http": _Pool, "https": _TlsPool}
     theirs = {"http": awsrequest.AWSHTTPConnectionPool, "https": awsrequest.AWSHTTPSConnectionPool}
-    if _QUICKACK is None or manager is None or kinds != theirs:
+    if not hasattr(socket, "TCP_QUICKACK") or manager is None or kinds != theirs:
         return False
     manager.pool_classes_by_scheme = ours
     return True
-
-
-def _ask(connection: Foreign) -> None:
-    """Acknowledge the next bytes received on a connection at once."""
-    sock = connection.sock
-    if sock is not None and _QUICKACK is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
 
 class _Here(threading.local):
@@ -294,7 +259,7 @@ class _Prompt:
     """Of reads; urllib3's."""
 
     def getresponse(self) -> Foreign:
-        _ask(self)
+        wire.ask(self.sock)  # type: ignore[attr-defined]  # of the connection
         if not _here.patience_s:
             return super().getresponse()  # type: ignore[misc]  # of the connection
         # Set on the socket by urllib3 at this call; of a connection that fails here it is not

@@ -2,25 +2,33 @@
 
 botocore takes 1 to 2 ms of the interpreter for each call: checks of parameters, rules of endpoints,
 events, a parser. Its client goes first; from the request that it signs this module learns where
-the objects are, and how requests are signed. Further requests are built here, signed by botocore's
-signer with its credentials, and sent over its connections. A request with parameters that are not
-known here, and an answer that leads elsewhere, are left to the client.
+the objects are, and how requests are signed. Further requests are built and signed here, with
+botocore's credentials, and sent over its connections. A request with parameters that are not known
+here, a proxy, another way to sign, and an answer that leads elsewhere are left to the client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import base64
+import hashlib
+import hmac
+import ipaddress
+import os
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import quote, urlsplit
 
 from botocore import UNSIGNED
-from botocore.awsrequest import AWSRequest
-from botocore.exceptions import IncompleteReadError
+from botocore.auth import S3SigV4Auth
 from botocore.parsers import create_parser
-from botocore.utils import percent_encode, percent_encode_sequence
 
+from ckptstore.backends import wire
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.s3_calls import Request
+from ckptstore.config import SYSTEM
 
 _OPERATIONS: Final = {
     "get_object": "GetObject",
@@ -39,6 +47,13 @@ _QUERY: Final = {"PartNumber": "partNumber", "UploadId": "uploadId"}
 _KNOWN: Final = {"Bucket", "Key", *_HEADERS, *_QUERY}
 _ELSEWHERE: Final = {"AuthorizationHeaderMalformed", "PermanentRedirect"}
 """Codes of answers by which botocore finds the region of a bucket. Source: its redirector."""
+_OF_SESSION: Final = ("_manager", "_proxy_config", "_setup_ssl_cert", "_verify")
+"""Attributes of botocore's HTTP session that are used here."""
+_SIGNING: Final = {"region", "signing_name", "disableDoubleEncoding"}
+"""Entries of botocore's signing context that are understood here."""
+_CALM_S: Final = 10.0
+"""Seconds after a refusal in which the client sends bodies: it asks before it does (status 100)."""
+_EMPTY: Final = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +61,20 @@ class _Endpoint:
     """Place of a bucket's objects, and the way to sign requests to it."""
 
     bucket: str
-    url: str
+    origin: str
+    """Scheme, host and port."""
+    host: str
+    """As in the header."""
+    path: str
     """Ends before the name of the object."""
     signer: Foreign
-    """None for requests without a signature."""
+    """Of botocore; None for requests without a signature."""
     signing: Mapping[str, str]
+    scope: str
+    """Region and service of signatures."""
     agent: str
-
-
-Seal = Callable[[Foreign, str, dict[str, str], dict[str, Any], str], None]
-"""Takes body, URL, headers and context of a request, and the name of its operation; chooses the
-protection of the body in transit, as headers and in the context."""
+    pool: Foreign
+    """The client's connections to the server."""
 
 
 class ThinCalls:
@@ -66,68 +84,127 @@ class ThinCalls:
     ----------
     client
         Of botocore, for S3.
-    seal
-        Called for every body; None if the client's settings decide.
+    sealed
+        Whether bodies are protected by :func:`protection`; else as the client's settings say.
     """
 
-    def __init__(self, client: Foreign, seal: Seal | None) -> None:
+    def __init__(self, client: Foreign, *, sealed: bool) -> None:
         self._client = client
-        self._seal = seal
+        self._sealed = sealed
         self._endpoint: _Endpoint | None = None
+        self._key = (b"", b"")
+        """What a signing key was made of, and the key."""
+        self._refused_at = -_CALM_S
         self._session: Foreign = getattr(getattr(client, "_endpoint", None), "http_session", None)
         config = client.meta.config
+        self._sign_bodies = (config.s3 or {}).get("payload_signing_enabled")
         checksums = ("request_checksum_calculation", "response_checksum_validation")
         plain = all(getattr(config, name, None) in {None, "when_required"} for name in checksums)
-        if hasattr(self._session, "send") and plain:
+        known = all(hasattr(self._session, name) for name in _OF_SESSION)
+        if known and plain and not os.environ.get("BOTOCORE_EXPERIMENTAL__PLUGINS"):
             for name in _OPERATIONS.values():
                 client.meta.events.register(f"before-parameter-build.s3.{name}", _note_object)
                 client.meta.events.register(f"before-sign.s3.{name}", self._learn)
 
-    def send(self, method: str, request: Request, body: Foreign = None) -> Foreign | None:
+    def send(
+        self, method: str, request: Request, body: memoryview | None = None, limit_s: float = 0.0
+    ) -> wire.Answer | None:
         """Send one request; return the answer if it is a success, with the body of a GET unread.
+
+        Parameters
+        ----------
+        limit_s
+            Seconds until the answer must begin; 0 for the usual ones.
 
         Returns
         -------
-        Foreign or None
+        Answer or None
             None if the client has to send it: the request or its answer is not known here.
 
         Raises
         ------
         ClientError
-            The answer is an error. Other errors are those of botocore's connections.
+            The answer is an error. Other errors are those of :func:`ckptstore.backends.wire.send`.
         """
         at, operation = self._endpoint, _OPERATIONS[method]
         if at is None or at.bucket != request["Bucket"] or not _KNOWN.issuperset(request):
             return None
-        named = {name: str(request[key]) for key, name in _QUERY.items() if key in request}
-        query = percent_encode_sequence(named)
-        url = at.url + percent_encode(request["Key"], safe="/~") + (query and f"?{query}")
+        if body is not None and SYSTEM.monotonic() < self._refused_at + _CALM_S:
+            return None
+        named = ((name, str(request[key])) for key, name in _QUERY.items() if key in request)
+        query = "&".join(f"{name}={quote(value, safe='-._~')}" for name, value in named)
+        path = at.path + quote(request["Key"], safe="/~")
         headers = {name: request[key] for key, name in _HEADERS.items() if key in request}
-        headers["User-Agent"] = at.agent
-        context: dict[str, Any] = {"client_config": self._client.meta.config}
-        is_get = operation == "GetObject"
-        if self._seal is not None and not is_get:
-            self._seal(body, url, headers, context, operation)
-        verb = "GET" if is_get else "PUT"
-        made = AWSRequest(verb, url, headers, body, stream_output=is_get)
-        made.context = context
+        verb = "GET" if body is None else "PUT"
+        headers["Host"] = at.host
+        digest = self._digest(at, operation, headers, body)
         if at.signer is not None:
-            at.signer.get_auth_instance(**at.signing).add_auth(made)
-        answer = self._session.send(made.prepare())
-        if answer.status_code in {200, 206}:
+            headers["X-Amz-Content-SHA256"] = digest
+            self._sign(at, (verb, path, query), headers, digest)
+        headers["User-Agent"] = at.agent
+        target = f"{path}?{query}" if query else path
+        answer = wire.send(at.pool, verb, target, headers, body, limit_s)
+        if answer.status in {200, 206}:
             return answer
         self._refuse(answer, operation)
         return None
 
-    def _refuse(self, answer: Foreign, operation: str) -> None:
+    def _digest(
+        self, at: _Endpoint, operation: str, headers: dict[str, str], body: memoryview | None
+    ) -> str:
+        """Return the digest of a body in the signature's notation; add its checksum, if any."""
+        signed = self._sign_bodies in {None, True}
+        if body is not None and self._sealed:
+            signed, checked = protection(at.origin, operation)
+            if checked:
+                headers["x-amz-checksum-crc32"] = crc32(body)
+        if not signed:
+            return "UNSIGNED-PAYLOAD"
+        return _EMPTY if body is None else hashlib.sha256(body).hexdigest()
+
+    def _sign(
+        self, at: _Endpoint, place: tuple[str, str, str], headers: dict[str, str], digest: str
+    ) -> None:
+        """Sign a request by AWS's version 4, as botocore's ``S3SigV4Auth`` does."""
+        credentials = at.signer.get_auth_instance(**at.signing).credentials
+        now = datetime.fromtimestamp(SYSTEM.now_ms() / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
+        headers["X-Amz-Date"] = now
+        if credentials.token:
+            headers["X-Amz-Security-Token"] = credentials.token
+        lines = sorted((name.lower(), " ".join(x.split())) for name, x in headers.items())
+        names = ";".join(name for name, _ in lines)
+        text = "".join(f"{name}:{value}\n" for name, value in lines)
+        canonical = "\n".join((*place, text, names, digest))
+        scope = f"{now[:8]}/{at.scope}"
+        hashed = hashlib.sha256(canonical.encode()).hexdigest()
+        key = self._signing_key(credentials.secret_key, scope)
+        signature = hmac.digest(
+            key, f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashed}".encode(), "sha256"
+        )
+        headers["Authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope},"
+            f" SignedHeaders={names}, Signature={signature.hex()}"
+        )
+
+    def _signing_key(self, secret: str, scope: str) -> bytes:
+        """Return the key of a day, a region and a service."""
+        source = f"AWS4{secret} {scope}".encode()
+        made_of, key = self._key
+        if made_of != source:
+            key = f"AWS4{secret}".encode()
+            for part in scope.split("/"):
+                key = hmac.digest(key, part.encode(), "sha256")
+            self._key = source, key
+        return key
+
+    def _refuse(self, answer: wire.Answer, operation: str) -> None:
         """Raise the client's error for an answer, or return if the client finds a way on."""
-        content, said = answer.content, answer.headers.get("content-length", "")
-        if said.isdigit() and len(content) < int(said):
-            raise IncompleteReadError(actual_bytes=len(content), expected_bytes=int(said))
-        found = {"status_code": answer.status_code, "headers": answer.headers, "body": content}
+        found = {"status_code": answer.status, "headers": answer.headers, "body": answer.content()}
+        if answer.status in {429, 503}:
+            self._refused_at = SYSTEM.monotonic()
         parsed: dict[str, Any] = create_parser("rest-xml").parse(found, None)
         code = parsed.get("Error", {}).get("Code", "")
-        if answer.status_code < 400 or code in _ELSEWHERE:
+        if answer.status < 400 or code in _ELSEWHERE:
             return
         raise self._client.exceptions.from_code(code)(parsed, operation)
 
@@ -137,21 +214,68 @@ class ThinCalls:
         """Note, before botocore signs a request, where it goes and how it is signed."""
         self._endpoint = None
         bucket, key = request.context[_OBJECT]
-        url, signing = request.url.partition("?")[0], request.context.get("signing", {})
-        name = percent_encode(key, safe="/~")
-        if signature_version not in {"s3v4", UNSIGNED} or not url.endswith(f"/{name}"):
+        parts, signing = urlsplit(request.url), request.context.get("signing", {})
+        name = quote(key, safe="/~")
+        proxied = self._session._proxy_config.proxy_url_for(request.url)
+        if proxied or not parts.path.endswith(f"/{name}") or not _SIGNING.issuperset(signing):
             return
+        way = {
+            "signing_name": signing.get("signing_name", request_signer.signing_name),
+            "region_name": signing.get("region", request_signer.region_name),
+            "signature_version": signature_version,
+        }
+        anonymous = signature_version == UNSIGNED
+        if not anonymous and type(request_signer.get_auth_instance(**way)) is not S3SigV4Auth:
+            return
+        port = parts.port if parts.port != {"http": 80, "https": 443}[parts.scheme] else None
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+        host = f"{host}:{port}" if port else host
+        origin = f"{parts.scheme}://{host}"
+        pool = self._session._manager.connection_from_url(origin)
+        self._session._setup_ssl_cert(pool, origin, self._session._verify)
         self._endpoint = _Endpoint(
             bucket=bucket,
-            url=url.removesuffix(name),
-            signer=None if signature_version == UNSIGNED else request_signer,
-            signing={
-                "signing_name": signing.get("signing_name", request_signer.signing_name),
-                "region_name": signing.get("region", request_signer.region_name),
-                "signature_version": signature_version,
-            },
+            origin=origin,
+            host=host,
+            path=parts.path.removesuffix(name),
+            signer=None if anonymous else request_signer,
+            signing=way,
+            scope=f"{way['region_name']}/{way['signing_name']}/aws4_request",
+            pool=pool,
             agent=request.headers.get("User-Agent", ""),
         )
+
+
+def protection(url: str, operation: str) -> tuple[bool, bool]:
+    """Return whether a large body is signed, and whether it gets a checksum.
+
+    Signing a body costs a SHA-256 here and another one at the server. A pack needs none where
+    nothing can change it in transit: under TLS, which also gets a checksum that servers compare
+    if they know it, and on the loopback interface, which is this machine's memory. The manifest
+    holds digests of a pack's contents, and is small enough to be always signed.
+
+    A part of an upload is signed under TLS: AWS takes a checksum of one only if the whole upload
+    has them, which not every server knows.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return not _is_loopback(parts.hostname or ""), False
+    is_part = operation == "UploadPart"
+    return is_part, not is_part
+
+
+def crc32(body: memoryview) -> str:
+    """Return the checksum of a body in S3's notation."""
+    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _note_object(params: Mapping[str, Any], context: dict[str, Any], **_: object) -> None:

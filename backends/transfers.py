@@ -49,6 +49,9 @@ class Transfers:
     """Those of them that the storage refused, since it was too busy (503, 429)."""
     late_count: int = 0
     """Those of them whose answer did not begin in time, and which another request replaced."""
+    thin_count: int = 0
+    """Requests that succeeded by the short path (:mod:`ckptstore.backends.wire`); the others went
+    by the library of the service."""
     limit_count: int = 0
     """Most requests of the storage that may be on their way at once; 0 where the number of threads
     decides."""

@@ -178,6 +178,8 @@ class Passing:
         self._left = size_bytes
         self.moved_bytes = 0
         """Bytes that were reported so far."""
+        self.thin = False
+        """Whether :mod:`ckptstore.backends.wire` sent it, not a library."""
 
     def moved(self, count: int) -> None:
         """Count bytes of this request that were sent or received."""
@@ -210,6 +212,12 @@ def moved(count: int) -> None:
     """Count bytes that this thread's request, if it sends one, has just sent or received."""
     if _here.passing is not None:
         _here.passing.moved(count)
+
+
+def served_thin() -> None:
+    """Note that no library sent this thread's request."""
+    if _here.passing is not None:
+        _here.passing.thin = True
 
 
 def check_requests(requests: object) -> int:

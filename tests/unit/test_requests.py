@@ -28,7 +28,7 @@ from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends import s3_calls, s3_direct
+from ckptstore.backends import s3_calls, s3_direct, wire
 from ckptstore.backends.azure import AzureBackend, open_azure
 from ckptstore.backends.azure_settings import AzureSettings, open_container, read_settings
 from ckptstore.backends.base import Backend, ObjectInfo
@@ -437,13 +437,13 @@ def test_each_answer_is_acknowledged_at_once(
 ) -> None:
     """The system forgets it after an answer: it is asked before each, on one connection."""
     asked: list[int] = []
-    ask = s3_direct._ask
+    ask = wire.ask
 
     def note(connection: object) -> None:
         asked.append(id(connection))
         ask(connection)
 
-    monkeypatch.setattr(s3_direct, "_ask", note)
+    monkeypatch.setattr(wire, "ask", note)
     settings = s3_calls.read_settings({"key": "k", "secret": "s", "endpoint_url": endpoint})
     assert settings is not None
     calls = direct_client(settings)
