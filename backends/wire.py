@@ -106,6 +106,7 @@ def send(
         lines.append(f"Content-Length: {len(body)}")
     head = "\r\n".join((*lines, "\r\n")).encode("latin-1")
     connection: Foreign = None
+    below: HTTPResponse | None = None
     try:
         connection = pool._get_conn()
         if connection.sock is None:
@@ -122,6 +123,8 @@ def send(
         if limit_s:
             sock.settimeout(limits.READ_TIMEOUT_S)
     except BaseException as error:
+        if below is not None:
+            below.close()
         if connection is not None:
             connection.close()
             pool._put_conn(connection)

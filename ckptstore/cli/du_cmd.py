@@ -316,6 +316,7 @@ _COLUMNS: Final = {
     "TIME": "requests_s",
     "SPEED": "bytes_per_s",
     "REQUESTS": "requests_count",
+    "THIN": "thin_count",
     "AT ONCE": "at_once_count",
     "LIMIT": "limit_count",
     "RETRIES": "retries_count",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import urllib3
-from buckets import AzureBucket, S3Bucket
+from buckets import AzureBucket, S3Bucket, without_thin_path
 from doors import BucketDoor
 from local_servers import SECRET
 
@@ -23,6 +23,7 @@ class TestS3(BucketDoor, BackendConformance):
 
     backend_name = "s3"
     client = "direct"
+    thin = True
     secrets = (SECRET, "labaccess")
 
     @pytest.fixture
@@ -32,8 +33,17 @@ class TestS3(BucketDoor, BackendConformance):
         backend = open_backend(
             s3_bucket.url, retry=False, client=self.client, **s3_bucket.options()
         )
+        if not self.thin:
+            without_thin_path(backend)
         yield backend
         backend.close()
+
+
+@pytest.mark.short(sample=1)
+class TestS3ByLibrary(TestS3):
+    """By botocore's client alone, which sends what the short path does not know."""
+
+    thin = False
 
 
 @pytest.mark.short(sample=1)
@@ -48,17 +58,28 @@ class TestS3Answers(AnswerConformance):
     """Answers to botocore alone."""
 
     client = "direct"
+    thin = True
 
     def backend_at(self, endpoint: str) -> Backend:
         """Open a bucket on a server of the suite."""
         options: dict[str, Any] = {"key": "labaccess", "secret": SECRET, "endpoint_url": endpoint}
-        return open_backend(
+        backend = open_backend(
             "s3://bucket/store",
             retry=False,
             client=self.client,
             client_kwargs={"region_name": "us-east-1"},
             **options,
         )
+        if not self.thin:
+            without_thin_path(backend)
+        return backend
+
+
+@pytest.mark.short(sample=1)
+class TestS3LibraryAnswers(TestS3Answers):
+    """Answers to botocore's client."""
+
+    thin = False
 
 
 @pytest.mark.short(sample=3)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from buckets import AzureBucket, GcsBucket, S3Bucket
+from buckets import AzureBucket, GcsBucket, S3Bucket, without_thin_path
 from faultproxy import Fault, FaultProxy, Kind
 
 from ckptstore import limits
@@ -52,14 +52,16 @@ class Place:
         self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
 
 
-@pytest.fixture(params=["s3", "s3fs", "gcs", "azure"])
+@pytest.fixture(params=["s3", "s3-library", "s3fs", "gcs", "azure"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return S3 by either client, GCS and Azure in turn, each behind its proxy."""
+    """Return S3 by either client and without its short path, GCS and Azure, behind proxies."""
     server = request.param if request.param in {"gcs", "azure"} else "s3"
     bucket = request.getfixturevalue(f"{server}_bucket")
     proxy = request.getfixturevalue(f"{server}_proxy")
-    client = {"s3": {"client": "direct"}, "s3fs": {"client": "s3fs"}}.get(request.param, {})
-    found = Place(bucket, proxy, **client)
+    client = {"s3": "direct", "s3-library": "direct", "s3fs": "s3fs"}.get(request.param)
+    found = Place(bucket, proxy, **({"client": client} if client else {}))
+    if request.param == "s3-library":
+        without_thin_path(found.backend)
     yield found
     proxy.set()
     found.backend.close()

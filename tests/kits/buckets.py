@@ -17,7 +17,11 @@ from botocore.client import Config
 from botocore.exceptions import ClientError
 from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
 
-__all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket"]
+from ckptstore.backends.base import Backend
+from ckptstore.backends.s3 import S3Backend
+from ckptstore.backends.s3_direct import DirectCalls
+
+__all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket", "without_thin_path"]
 
 PREFIX = "some/Place/"
 """Prefix of the tested store in a bucket; upper case, which keys may not have."""
@@ -41,6 +45,14 @@ def _client(endpoint_url: str) -> Any:  # noqa: ANN401 - boto3 makes its classes
             s3={"addressing_style": "path"},
         ),
     )
+
+
+def without_thin_path(backend: Backend) -> None:
+    """Have botocore's client send all requests of a backend of S3 in this process."""
+    assert isinstance(backend, S3Backend)
+    calls = backend._client.get()
+    assert isinstance(calls, DirectCalls)
+    calls._thin = None
 
 
 class S3Bucket:
