@@ -15,8 +15,6 @@ from ckptstore.backends.width import moved
 
 Foreign = Any
 """An answer of urllib3, below botocore and requests, or of :mod:`ckptstore.backends.wire`."""
-_PATIENCE: Final = struct.pack("ll", int(limits.READ_TIMEOUT_S), 0)
-"""The longest silence of a server, as the system takes it."""
 
 
 def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
@@ -61,8 +59,9 @@ def _from_socket(below: Foreign, sock: socket.socket, rest: list[memoryview]) ->
         rest[0][:count] = first[:count]
         first = first[count:]
         skip_bytes(rest, count)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
     before = sock.gettimeout()
+    silence = struct.pack("ll", *divmod(int((before or 0) * 1_000_000), 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
     sock.settimeout(None)
     while rest and left > 0:
         step = rest[0][: min(left, limits.STREAM_BYTES)]

@@ -91,7 +91,7 @@ def send(
     headers
         All but ``Content-Length``.
     limit_s
-        Seconds until the answer must begin; 0 for the usual ones.
+        Seconds until the answer must begin; 0 for those of the pool.
 
     Raises
     ------
@@ -114,15 +114,16 @@ def send(
             connection.timeout = pool.timeout.connect_timeout
             connection.connect()
         sock = connection.sock
-        sock.settimeout(limits.READ_TIMEOUT_S)
+        usual_s = pool.timeout.read_timeout
+        sock.settimeout(usual_s)
         with suppress(ConnectionError):  # it may have answered before it had all, and closed
             _write(sock, head, body)
         ask(sock)
-        sock.settimeout(limit_s or limits.READ_TIMEOUT_S)
+        sock.settimeout(limit_s or usual_s)
         below = HTTPResponse(sock, method=method)
         below.begin()
         if limit_s:
-            sock.settimeout(limits.READ_TIMEOUT_S)
+            sock.settimeout(usual_s)
     except BaseException as error:
         if below is not None:
             below.close()

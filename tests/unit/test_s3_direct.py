@@ -96,7 +96,7 @@ class _Pool:
 
     def __init__(self, wire: Wire, origin: str) -> None:
         self.wire, self.origin, self.sent = wire, origin, b""
-        self.timeout = SimpleNamespace(connect_timeout=1.0)
+        self.timeout = SimpleNamespace(connect_timeout=1.0, read_timeout=1.0)
         self.sock = self
         self._get_conn = lambda: self
         self._put_conn = self.settimeout = self.setsockopt = lambda *_: None
