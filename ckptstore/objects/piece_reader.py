@@ -113,7 +113,7 @@ def read_alone(
             _decode(_checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
     except (CorruptObjectError, NotFoundError):
         return False
-    return blake3_digest(out) == table.ids[row].tobytes()
+    return bool(blake3_digest(out) == table.ids[row].tobytes())
 
 
 def _read(
