@@ -35,6 +35,7 @@ T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""
 Info = Mapping[str, Any]
+_Call = Callable[[Foreign, str], T]
 """An entry of a folder, as fsspec describes it."""
 
 # As of an object store: pipe_file takes an object whole.
@@ -259,12 +260,7 @@ class FsspecBackend(base.Backend):
             raise base.read_only_error(self.url)
 
     def _run(
-        self,
-        what: str,
-        call: Callable[[Foreign, str], T],
-        *,
-        writing: bool = False,
-        conditional: bool = False,
+        self, what: str, call: _Call[T], *, writing: bool = False, conditional: bool = False
     ) -> T:
         """Return ``call(fs, root)``, bypassing caches and translating the errors that it raises."""
         opened = False
@@ -279,9 +275,8 @@ class FsspecBackend(base.Backend):
             if not opened:  # a file system may connect when it is made
                 what, writing, conditional = f"open {self.url}", True, False
             said = self._make.without_secrets
-            raise translate(
-                error, what, writing=writing, conditional=conditional, said=said
-            ) from error
+            found = translate(error, what, writing=writing, conditional=conditional, said=said)
+            raise found from error
 
     def _info(self, key: str, info: Info) -> base.ObjectInfo:
         size = info.get("size")

@@ -20,18 +20,10 @@ from typing import Any, Final
 import fsspec
 from fsspec.exceptions import FSTimeoutError
 
+from ckptstore import errors
 from ckptstore.backends.httperrors import answer_of, error_for_answer, error_for_silence
 from ckptstore.backends.oserrors import ABSENT
 from ckptstore.backends.oserrors import translate as translate_os
-from ckptstore.errors import (
-    CkptStoreError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 
 Foreign = Any
 """A value of fsspec, which ships no types."""
@@ -88,7 +80,7 @@ class System:
         del temp
         if conditional and not _creates(type(fs)):
             msg = f"{type(fs).__name__} looks whether a name is free, and writes then"
-            raise UnsafeBackendError(msg, hint="only a single writer can use it")
+            raise errors.UnsafeBackendError(msg, hint="only a single writer can use it")
         mode = {"mode": "create"} if conditional else {}
         try:
             fs.pipe_file(path, data, **mode)
@@ -120,7 +112,7 @@ class FileServer(System):
     def write(self, fs: Foreign, path: str, data: bytes, temp: str, *, conditional: bool) -> None:
         """Write the temporary file, then give it its name."""
         if conditional and self.why_single:
-            raise UnsafeBackendError(self.why_single, hint="only a single writer can use it")
+            raise errors.UnsafeBackendError(self.why_single, hint="only a single writer can use it")
         try:
             self.send(fs, temp, data)
         except Exception as error:
@@ -159,7 +151,7 @@ class FileServer(System):
                 raise
             if self.read(fs, path, 0, len(data) + 1) != data:
                 msg = f"{path.rpartition('/')[2]} is taken by other content, which stays"
-                raise ObjectExistsError(msg) from error
+                raise errors.ObjectExistsError(msg) from error
             with suppress(Exception):  # a collection removes it otherwise
                 fs.rm_file(temp)
 
@@ -263,17 +255,13 @@ def is_absent(error: BaseException) -> bool:
 
 def is_answer(error: BaseException) -> bool:
     """Return whether a server has answered, so that its session can be used again."""
-    return isinstance(error, CkptStoreError | ftplib.error_perm) or number_of(error) in _ANSWERS
+    known = isinstance(error, errors.CkptStoreError | ftplib.error_perm)
+    return known or number_of(error) in _ANSWERS
 
 
 def translate(
-    error: Exception,
-    what: str,
-    *,
-    writing: bool,
-    conditional: bool,
-    said: Callable[[Exception], str],
-) -> CkptStoreError:
+    error: Exception, what: str, writing: bool, conditional: bool, said: Callable[[Exception], str]
+) -> errors.CkptStoreError:
     """Return the error of ckptstore's tree for an exception from an fsspec file system.
 
     Parameters
@@ -284,29 +272,34 @@ def translate(
     msg = f"{what}: {type(error).__name__}"
     number = number_of(error)
     if conditional and (isinstance(error, FileExistsError) or number == errno.EEXIST):
-        return ObjectExistsError(msg)
+        return errors.ObjectExistsError(msg)
     if isinstance(error, IsADirectoryError | NotADirectoryError) or number in _ABSENT:
-        return StorageError(msg, hint=_HINT_PLACE) if writing else ObjectNotFoundError(msg)
+        absent = errors.ObjectNotFoundError(msg)
+        return errors.StorageError(msg, hint=_HINT_PLACE) if writing else absent
     if (answer := answer_of(error)) is not None:
         status, code = answer
         found = error_for_answer(status, code, what, conditional=conditional)
-        if writing and isinstance(found, ObjectNotFoundError):
-            return StorageError(found.message, hint=_HINT_PLACE)
+        if writing and isinstance(found, errors.ObjectNotFoundError):
+            return errors.StorageError(found.message, hint=_HINT_PLACE)
         return found
     if conditional and isinstance(error, NotImplementedError):
-        return UnsafeBackendError(msg, hint="this file system cannot create a name if absent")
+        hint = "this file system cannot create a name if absent"
+        return errors.UnsafeBackendError(msg, hint=hint)
     if isinstance(error, PermissionError) or number in {errno.EACCES, errno.EPERM}:
-        return StoragePermissionError(f"{what}: {said(error)}", hint=_HINT_LOGIN)
+        return errors.StoragePermissionError(f"{what}: {said(error)}", hint=_HINT_LOGIN)
     if isinstance(error, TimeoutError | FSTimeoutError | ConnectionError | EOFError):
         return error_for_silence(msg, conditional=conditional)
     if number is not None:
         found = translate_os(OSError(number, said(error)), what, writing=writing)
-        ambiguous = conditional and type(found) in {StorageError, TransientStorageError}
+        ambiguous = conditional and type(found) in {
+            errors.StorageError,
+            errors.TransientStorageError,
+        }
         return error_for_silence(found.message, conditional=True) if ambiguous else found
     msg = f"{what}: {said(error)}"
     if conditional:
         return error_for_silence(msg, conditional=True)
-    return StorageError(msg, hint=_HINT_UNKNOWN)
+    return errors.StorageError(msg, hint=_HINT_UNKNOWN)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

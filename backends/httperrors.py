@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptstore import errors
 
 # Refused before the server did any work: busy, or too many requests.
 _BUSY = frozenset({429, 503})
 # The server or a proxy before it failed, perhaps in the middle of the work.
-_BROKEN = frozenset({500, 502, 504})
+_BROKEN = frozenset({408, 500, 502, 504})
 
 _NO_BUCKET: Final = "create the bucket or container first; ckptstore never does"
 _CREDENTIALS: Final = "check the credentials and the bucket's policy"
@@ -18,65 +18,53 @@ _FULL: Final = "raise the quota, or delete old versions"
 _COLD: Final = "it lies in an archive class: ckptstore thaw restores it"
 _WRONG_KEY: Final = "the credentials are wrong or expired: check key, token, account and clock"
 _NO_KEY: Final = "give credentials: without any, only a public bucket can be used"
+_NO_IDENTITY: Final = "give credentials: an account key, a SAS token, or an identity"
+_NO_KEYS: Final = "the account allows no keys: take an identity (credential=, az login)"
 _RIGHTS: Final = "these credentials lack the right: check the bucket's policy"
+_FIREWALL: Final = (
+    "the credentials are wrong or lack this right, or the account's firewall refuses you"
+)
 _AZURE_RIGHTS: Final = (
     "these credentials may not do this: give the role Storage Blob Data Contributor (to read:"
     " Storage Blob Data Reader), or a SAS token with more rights"
 )
-_CODES: Final[Mapping[str, tuple[type[errors.CkptStoreError], str]]] = {
+_LOCKED: Final = "somebody else's setting of this object is in the way; see the storage's console"
+_OLD_SERVER: Final = (
+    "this server is older than the client: give the option api_version, such as 2021-12-02"
+)
+_Meaning: TypeAlias = "tuple[type[errors.CkptStoreError], str]"
+_CODES: Final[Mapping[str, _Meaning]] = {
     code: (kind, hint)
-    for kind, hint, codes in (
-        (errors.StorageError, _NO_BUCKET, "NoSuchBucket ContainerNotFound ContainerBeingDeleted"),
+    for kind, hints in {
+        errors.StorageError: {
+            _NO_BUCKET: "NoSuchBucket ContainerNotFound ContainerBeingDeleted",
+            # Conflicts that do not pass by themselves, unlike others of their status.
+            _LOCKED: "BlobImmutableDueToPolicy SnapshotsPresent InvalidBlobType",
+            _OLD_SERVER: "InvalidHeaderValue",
+        },
         # A GET, and a copy, of an object in an archive class that is not restored.
-        (errors.ColdObjectError, _COLD, "InvalidObjectState ObjectNotInActiveTierError"),
-        (errors.ColdObjectError, _COLD, "BlobArchived BlobBeingRehydrated"),
-        (errors.StorageFullError, _FULL, "QuotaExceeded InsufficientCapacity XMinioStorageFull"),
-        (
-            errors.StoragePermissionError,
-            _WRONG_KEY,
-            "ExpiredToken InvalidToken TokenRefreshRequired AuthorizationHeaderMalformed"
-            " InvalidAccessKeyId SignatureDoesNotMatch RequestTimeTooSkewed"
-            " AuthenticationFailed InvalidAuthenticationInfo authError",
-        ),
-        (errors.StoragePermissionError, _RIGHTS, "AccessDenied AllAccessDisabled forbidden"),
-        (errors.StoragePermissionError, _NO_KEY, "required"),
-        (
-            errors.StoragePermissionError,
-            "give credentials: an account key, a SAS token, or an identity",
-            "NoAuthenticationInformation PublicAccessNotPermitted",
-        ),
-        (
-            errors.StoragePermissionError,
-            _AZURE_RIGHTS,
-            "AuthorizationPermissionMismatch AuthorizationServiceMismatch"
+        errors.ColdObjectError: {
+            _COLD: "InvalidObjectState ObjectNotInActiveTierError BlobArchived BlobBeingRehydrated"
+        },
+        errors.StorageFullError: {_FULL: "QuotaExceeded InsufficientCapacity XMinioStorageFull"},
+        errors.StoragePermissionError: {
+            _WRONG_KEY: "ExpiredToken InvalidToken TokenRefreshRequired authError"
+            " AuthorizationHeaderMalformed InvalidAccessKeyId SignatureDoesNotMatch"
+            " RequestTimeTooSkewed AuthenticationFailed InvalidAuthenticationInfo",
+            _RIGHTS: "AccessDenied AllAccessDisabled forbidden",
+            _NO_KEY: "required",
+            _NO_IDENTITY: "NoAuthenticationInformation PublicAccessNotPermitted",
+            _AZURE_RIGHTS: "AuthorizationPermissionMismatch AuthorizationServiceMismatch"
             " AuthorizationResourceTypeMismatch InsufficientAccountPermissions"
             " UnauthorizedBlobOverwrite",
-        ),
-        (
-            errors.StoragePermissionError,
-            "the credentials are wrong or lack this right, or the account's firewall refuses you",
-            "AuthorizationFailure AuthorizationSourceIPMismatch",
-        ),
-        (
-            errors.StoragePermissionError,
-            "the account allows no keys: take an identity (credential=, az login)",
-            "KeyBasedAuthenticationNotPermitted",
-        ),
+            _FIREWALL: "AuthorizationFailure AuthorizationSourceIPMismatch",
+            _NO_KEYS: "KeyBasedAuthenticationNotPermitted",
+        },
         # Trying again helps: a body that came too slowly or was damaged on its way.
         # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-        (errors.TransientStorageError, "", "RequestTimeout BadDigest IncompleteBody Md5Mismatch"),
-        # Conflicts that do not pass by themselves, though their status is that of those that do.
-        (
-            errors.StorageError,
-            "somebody else's setting of this object is in the way; see the storage's console",
-            "BlobImmutableDueToPolicy SnapshotsPresent InvalidBlobType",
-        ),
-        (
-            errors.StorageError,
-            "this server is older than the client: give the option api_version, such as 2021-12-02",
-            "InvalidHeaderValue",
-        ),
-    )
+        errors.TransientStorageError: {"": "RequestTimeout BadDigest IncompleteBody Md5Mismatch"},
+    }.items()
+    for hint, codes in hints.items()
     for code in codes.split()
 }
 """Meaning of a storage's own code, whatever its status; the codes of S3 and of Azure."""
@@ -85,6 +73,21 @@ _CODES: Final[Mapping[str, tuple[type[errors.CkptStoreError], str]]] = {
 _EXISTS_CODES = frozenset({"BlobAlreadyExists", "UnauthorizedBlobOverwrite"})
 # Not finished in time, and perhaps done all the same.
 _UNCLEAR_CODES = frozenset({"OperationTimedOut"})
+
+_ELSEWHERE: Final = "the bucket is in another region, or at another endpoint"
+_STATUSES: Final[dict[int, _Meaning]] = {
+    **dict.fromkeys((301, 307, 308), (errors.StorageError, _ELSEWHERE)),
+    **dict.fromkeys((401, 403), (errors.StoragePermissionError, _CREDENTIALS)),
+    404: (errors.ObjectNotFoundError, ""),
+    409: (errors.TransientStorageError, ""),  # S3's: another create is under way
+    416: (errors.CorruptObjectError, ""),
+    507: (errors.StorageFullError, _FULL),
+}
+_UNSAFE: Final = "this storage cannot create a name only if it is absent"
+_OF_CREATES: Final[dict[int, _Meaning]] = {
+    412: (errors.ObjectExistsError, ""),
+    501: (errors.UnsafeBackendError, _UNSAFE),
+}
 
 
 def error_for_answer(
@@ -112,35 +115,13 @@ def error_for_answer(
         busy = errors.TransientStorageError(msg)
         busy.slow_down = True
         return busy
-    if code in _CODES:
-        kind, hint = _CODES[code]
-        return kind(msg, hint=hint)
-    if status == 507:
-        return errors.StorageFullError(msg, hint=_FULL)
-    if status in {401, 403}:
-        return errors.StoragePermissionError(msg, hint=_CREDENTIALS)
-    if status in _BROKEN or status == 408:
+    if status in _BROKEN and code not in _CODES:
         return error_for_silence(msg, conditional=conditional)
-    return _error_for_refusal(status, msg, conditional=conditional)
-
-
-def _error_for_refusal(status: int, msg: str, *, conditional: bool) -> errors.CkptStoreError:
-    if status == 404:
-        return errors.ObjectNotFoundError(msg)
-    if status == 412 and conditional:
-        return errors.ObjectExistsError(msg)
-    if status == 409:  # S3's ConditionalRequestConflict: another create is under way
-        return errors.TransientStorageError(msg)
-    if status == 416:
+    meanings = _STATUSES | _OF_CREATES if conditional else _STATUSES
+    kind, hint = _CODES.get(code) or meanings.get(status, (errors.StorageError, ""))
+    if kind is errors.CorruptObjectError:
         msg = f"{msg}: the object ends before the range that was asked for"
-        return errors.CorruptObjectError(msg)
-    if status == 501 and conditional:
-        hint = "this storage cannot create a name only if it is absent"
-        return errors.UnsafeBackendError(msg, hint=hint)
-    if status in {301, 307, 308}:
-        hint = "the bucket is in another region, or at another endpoint"
-        return errors.StorageError(msg, hint=hint)
-    return errors.StorageError(msg)
+    return kind(msg, hint=hint)
 
 
 def error_for_silence(msg: str, *, conditional: bool) -> errors.CkptStoreError:

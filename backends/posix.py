@@ -26,22 +26,12 @@ from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckptstore import errors, limits
-from ckptstore.backends import base, posix_settings
-from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
+from ckptstore.backends import base, posix_publish, posix_settings
 from ckptstore.backends.oserrors import ABSENT, translate
-from ckptstore.backends.posix_publish import (
-    NEW_FILE,
-    Folders,
-    Linkless,
-    TempFile,
-    drop_cache,
-    publish,
-    sync_folder,
-)
+from ckptstore.backends.posix_publish import Linkless, TempFile
 from ckptstore.backends.posix_walk import is_listed, remove_temp_files, walk
 from ckptstore.backends.scatter import skip_bytes
 from ckptstore.config import SYSTEM, Environment, absolute_path
-from ckptstore.errors import StorageError, TransientStorageError
 
 T = TypeVar("T")
 
@@ -76,7 +66,7 @@ class PosixBackend(base.Backend):
         self._root = root
         self._settings = settings
         self._environment = environment
-        self._folders = Folders(root, self._prepare)
+        self._folders = posix_publish.Folders(root, self._prepare)
 
     @property
     def capabilities(self) -> base.Capabilities:
@@ -108,7 +98,7 @@ class PosixBackend(base.Backend):
                 raise translate(error, f"write {key}", writing=True) from error
             raise
         no_links = posix_settings.no_links_of(self.fs_type)
-        publish(temp.path, self._path(key), f"create {key}", linkless, no_links)
+        posix_publish.publish(temp.path, self._path(key), f"create {key}", linkless, no_links)
 
     def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that streams to a temporary file."""
@@ -157,7 +147,7 @@ class PosixBackend(base.Backend):
         """Sync the folders: a file is synced before it has its name, the name after."""
         for folder in {os.path.dirname(self._path(base.check_key(key))) for key in keys}:  # noqa: PTH120
             try:
-                sync_folder(folder)
+                posix_publish.sync_folder(folder)
             except OSError as error:
                 raise translate(error, f"sync {folder}", writing=True) from error
 
@@ -166,12 +156,29 @@ class PosixBackend(base.Backend):
         return remove_temp_files(self._root, modified_before=modified_before, dry_run=dry_run)
 
     def keep_reserve(self, *, whole: bool = True) -> None:
-        """Keep a file in the root that takes up room."""
-        keep_reserve(self._root, self._environment, whole=whole)
+        """Make up a file in the root to its full size, unless `whole` to what fits; never raises.
+
+        One that is too short is replaced, never appended to: others may have given its name to a
+        file of somebody's, to have it changed, and not all file systems count the names of a file.
+        """
+        path, before = f"{self._root}/{NAME}", 0
+        with suppress(OSError):  # no right to write here, or no room for a name: there is none then
+            if os.path.lexists(path):
+                before = os.lstat(path).st_size
+                if before >= limits.RESERVE_BYTES:
+                    return
+                os.unlink(path)  # noqa: PTH108 - plain strings, as in all of this backend
+            descriptor = os.open(path, posix_publish.NEW_FILE, 0o666)
+            try:
+                keep_bytes = before if whole else limits.RESERVE_BYTES
+                _fill_reserve(descriptor, self._environment, keep_bytes=keep_bytes)
+            finally:
+                os.close(descriptor)
 
     def drop_reserve(self) -> None:
         """Remove that file."""
-        drop_reserve(self._root)
+        with suppress(OSError):  # none, or no right to remove it
+            os.unlink(f"{self._root}/{NAME}")  # noqa: PTH108
 
     def remarks(self) -> Sequence[str]:
         """Return remarks on a group's rights in the root, and on mounts of buckets."""
@@ -329,7 +336,7 @@ def sync_range() -> SyncRange | None:
     return call
 
 
-class PosixWriter(ObjectWriter):
+class PosixWriter(base.ObjectWriter):
     """Writes bytes to a temporary file as they come; holds none of them itself."""
 
     def __init__(self, key: str, temp: TempFile, path: str, *, no_links: frozenset[int]) -> None:
@@ -342,9 +349,9 @@ class PosixWriter(ObjectWriter):
         self._sync = sync_range()
         self._temp = temp
 
-    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+    def write(self, data: base.Buffer | Sequence[base.Buffer]) -> None:
         """Append by as few system calls as possible."""
-        left = [view.cast("B") for part in parts_of(data) if (view := memoryview(part)).nbytes]
+        left = [view.cast("B") for part in base.parts_of(data) if (view := memoryview(part)).nbytes]
         try:
             while left:
                 count = os.writev(self._temp.descriptor, left[:IOV_MAX])
@@ -359,14 +366,15 @@ class PosixWriter(ObjectWriter):
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
             what = f"create {self._key}"
-            publish(self._temp.path, self._path, what, Linkless.ALONE, self._no_links)
+            posix_publish.publish(self._temp.path, self._path, what, Linkless.ALONE, self._no_links)
         except OSError as error:
             self._temp.discard()
             found = translate(error, f"write {self._key}", writing=True)
-            if isinstance(found, TransientStorageError):
+            if isinstance(found, errors.TransientStorageError):
                 # The file is gone, and after a failed fsync its content would be unreliable.
-                raise StorageError(found.message, hint="the save has to be repeated") from error
-            if isinstance(error, StorageError):
+                hint = "the save has to be repeated"
+                raise errors.StorageError(found.message, hint=hint) from error
+            if isinstance(error, errors.StorageError):
                 raise
             raise found from error
 
@@ -385,7 +393,7 @@ class PosixWriter(ObjectWriter):
         if behind > self._waited:
             flags = _WAIT_BEFORE | _START | _WAIT_AFTER
             self._call_sync(self._waited, behind - self._waited, flags)
-            drop_cache(self._temp.descriptor, self._waited, behind - self._waited)
+            posix_publish.drop_cache(self._temp.descriptor, self._waited, behind - self._waited)
             self._waited = behind
 
     def _call_sync(self, offset: int, count: int, flags: int) -> None:
@@ -403,28 +411,6 @@ NAME: Final = ".ckptstore-reserve"
 _STEP_BYTES: Final = 4 * limits.KIB
 
 
-def keep_reserve(root: str, environment: Environment, *, whole: bool) -> None:
-    """Make up the reserve to its full size, unless `whole` to what fits; never raises.
-
-    One that is too short is replaced, never appended to: others may have given its name to a file
-    of somebody's, to have it changed, and not all file systems count the names of a file.
-    """
-    path, before = f"{root}/{NAME}", 0
-    with suppress(OSError):  # no right to write here, or no room for a name: there is none then
-        if os.path.lexists(path):
-            before = os.lstat(path).st_size
-            if before >= limits.RESERVE_BYTES:
-                return
-            os.unlink(path)  # noqa: PTH108 - plain strings, as in all of this backend
-        descriptor = os.open(path, NEW_FILE, 0o666)
-        try:
-            _fill_reserve(
-                descriptor, environment, keep_bytes=before if whole else limits.RESERVE_BYTES
-            )
-        finally:
-            os.close(descriptor)
-
-
 def _fill_reserve(descriptor: int, environment: Environment, *, keep_bytes: int) -> None:
     """Write the reserve; if it does not fit, keep at most `keep_bytes` of it."""
     try:
@@ -433,9 +419,3 @@ def _fill_reserve(descriptor: int, environment: Environment, *, keep_bytes: int)
             os.write(descriptor, bytes.fromhex(environment.random_hex(_STEP_BYTES)))
     except OSError:
         os.ftruncate(descriptor, min(keep_bytes, os.fstat(descriptor).st_size))
-
-
-def drop_reserve(root: str) -> None:
-    """Remove the reserve, if there is one; never raises."""
-    with suppress(OSError):  # none, or no right to remove it
-        os.unlink(f"{root}/{NAME}")  # noqa: PTH108

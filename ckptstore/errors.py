@@ -89,6 +89,12 @@ class CkptStoreError(Exception):
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
 
+    def __init_subclass__(cls) -> None:
+        """Take the kind of the classes below from their names, where they give no other."""
+        if cls.__module__ == __name__ and "kind" not in vars(cls):
+            name = cls.__name__.removesuffix("Error")
+            cls.kind = "".join(f"_{char.lower()}" if char.isupper() else char for char in name)[1:]
+
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
@@ -110,32 +116,23 @@ def _rebuild(cls: type[CkptStoreError], message: str, hint: str) -> CkptStoreErr
 class InvalidInputError(CkptStoreError, ValueError):
     """The arguments of the call are wrong."""
 
-    kind = "invalid_input"
     exit_code = 2
 
 
 class InvalidKeyError(InvalidInputError):
     """A storage key breaks the rules of :func:`ckptstore.backends.base.check_key`."""
 
-    kind = "invalid_key"
-
 
 class InvalidRefError(InvalidInputError):
     """The text is not a valid ref."""
-
-    kind = "invalid_ref"
 
 
 class InvalidUrlError(InvalidInputError):
     """No backend serves this location."""
 
-    kind = "invalid_url"
-
 
 class StateError(InvalidInputError, TypeError):
     """The state contains an object of an unsupported type; the message names its path."""
-
-    kind = "state"
 
 
 class TornStateError(InvalidInputError):
@@ -168,69 +165,49 @@ class WrongKeyError(EncryptionKeyError):
 class TensorIndexError(InvalidInputError, IndexError):
     """The index is outside a stored tensor, or of an unsupported kind."""
 
-    kind = "tensor_index"
-
 
 class UnknownNameError(InvalidInputError, AttributeError):
     """The object has no attribute of this name; the hint names the one that was probably meant."""
-
-    kind = "unknown_name"
 
 
 class NotFoundError(CkptStoreError, LookupError):
     """The named object does not exist."""
 
-    kind = "not_found"
     exit_code = 3
 
 
 class StoreNotFoundError(NotFoundError):
     """There is no store at this location."""
 
-    kind = "store_not_found"
-
 
 class RunNotFoundError(NotFoundError):
     """The store has no run of this name."""
-
-    kind = "run_not_found"
 
 
 class VersionNotFoundError(NotFoundError):
     """The ref is valid, but no version matches it."""
 
-    kind = "version_not_found"
-
 
 class TensorNotFoundError(NotFoundError):
     """The version has no tensor at this path."""
-
-    kind = "tensor_not_found"
 
 
 class ObjectNotFoundError(NotFoundError):
     """The backend has no object with this key."""
 
-    kind = "object_not_found"
-
 
 class ConflictError(CkptStoreError):
     """Another process or call was first."""
 
-    kind = "conflict"
     exit_code = 4
 
 
 class SaveBusyError(ConflictError):
     """A background save is still running, and the caller asked not to wait for it."""
 
-    kind = "save_busy"
-
 
 class StoreExistsError(ConflictError):
     """A store already exists at this location."""
-
-    kind = "store_exists"
 
 
 class ReplicaChangedError(ConflictError):
@@ -239,19 +216,13 @@ class ReplicaChangedError(ConflictError):
     Nothing was read from it and nothing was written to it.
     """
 
-    kind = "replica_changed"
-
 
 class ObjectExistsError(ConflictError):
     """Put-if-absent found an existing object with this key; nothing was written."""
 
-    kind = "object_exists"
-
 
 class CommitConflictError(ConflictError):
     """Another commit came first and invalidated an assumption of this one."""
-
-    kind = "commit_conflict"
 
 
 class CondemnedError(CommitConflictError):
@@ -261,7 +232,6 @@ class CondemnedError(CommitConflictError):
     if that fails repeatedly.
     """
 
-    kind = "condemned"
     keys: frozenset[str] = frozenset()
     """Keys of the condemned objects."""
 
@@ -269,70 +239,52 @@ class CondemnedError(CommitConflictError):
 class IntegrityError(CkptStoreError):
     """Stored data differs from the written data, or is missing."""
 
-    kind = "integrity"
     exit_code = 5
 
 
 class CorruptObjectError(IntegrityError):
     """An object or a record does not match its digest, its length or its limits."""
 
-    kind = "corrupt_object"
-
 
 class CorruptTensorError(IntegrityError):
     """The data of a tensor does not match its chunk id; the message names the tensor."""
-
-    kind = "corrupt_tensor"
 
 
 class FormatError(CkptStoreError):
     """The data was not written by ckptstore, or by a newer version of it."""
 
-    kind = "format"
     exit_code = 6
 
 
 class UnsupportedFeatureError(FormatError):
     """The store, manifest or commit requires a feature that this version of ckptstore lacks."""
 
-    kind = "unsupported_feature"
-
 
 class PolicyError(CkptStoreError):
     """The operation is refused for safety; the hint says how to allow it."""
 
-    kind = "policy"
     exit_code = 7
 
 
 class ReadOnlyError(PolicyError):
     """The store was opened read-only."""
 
-    kind = "read_only"
-
 
 class UnsafeBackendError(PolicyError):
     """The storage does not support put-if-absent, so concurrent writers could lose commits."""
-
-    kind = "unsafe_backend"
 
 
 class UnsafeEncodingError(PolicyError):
     """A rule would store a tensor too inexactly for its use in training; the message names it."""
 
-    kind = "unsafe_encoding"
-
 
 class LimitError(PolicyError, ValueError):
     """The operation would exceed a limit of :mod:`ckptstore.limits`."""
-
-    kind = "limit"
 
 
 class StorageError(CkptStoreError, OSError):
     """The storage failed."""
 
-    kind = "storage"
     exit_code = 8
 
 
@@ -352,13 +304,9 @@ class TransientStorageError(StorageError):
 class StorageFullError(StorageError):
     """The storage has no space left, or a quota is reached."""
 
-    kind = "storage_full"
-
 
 class StoragePermissionError(StorageError):
     """The storage rejected the credentials or denied permission."""
-
-    kind = "storage_permission"
 
 
 class AmbiguousWriteError(StorageError):
@@ -381,19 +329,13 @@ class ColdObjectError(StorageError):
 class NotReplicatedError(StorageError):
     """Versions are durable here, but not yet in a replica that should hold them."""
 
-    kind = "not_replicated"
-
 
 class SaverDiedError(StorageError):
     """The process of a background save died before the commit; no version appeared."""
 
-    kind = "saver_died"
-
 
 class WorkerDiedError(StorageError):
     """Workers died, or none is left; finished tasks keep their effect."""
-
-    kind = "worker_died"
 
 
 class RankFailedError(StorageError):
@@ -403,13 +345,9 @@ class RankFailedError(StorageError):
     instead, whose message begins with the rank.
     """
 
-    kind = "rank_failed"
-
 
 class MissingDependencyError(StorageError):
     """The backend needs a package that is not installed; the hint names the extra to install."""
-
-    kind = "missing_dependency"
 
 
 class OperationCancelledError(CkptStoreError):

@@ -154,4 +154,4 @@ def decode(
     if base is None:
         CODECS[codec].decode(stored, Layout(layout), out)
     else:
-        DELTAS[codec].decode(stored, Layout(layout), out, base_id=base.piece_id, base=base.data)
+        DELTAS[codec].decode(stored, Layout(layout), out, base.data, base.piece_id)

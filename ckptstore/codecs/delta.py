@@ -82,13 +82,7 @@ class Delta:
         return (base_id, described, *planes)
 
     def decode(
-        self,
-        chunk: memoryview,
-        layout: Layout,
-        out: memoryview,
-        *,
-        base_id: bytes,
-        base: memoryview,
+        self, chunk: memoryview, layout: Layout, out: memoryview, base: memoryview, base_id: bytes
     ) -> None:
         """Fill `out` with the piece; see :class:`ckptstore.codecs.codec.Codec`.
 
@@ -96,10 +90,8 @@ class Delta:
         ----------
         chunk
             Untrusted.
-        base_id
-            The id that the manifest says the piece refers to.
-        base
-            The piece of this id, checked.
+        base, base_id
+            The piece that the manifest says the chunk refers to, checked, and its id.
 
         Raises
         ------
@@ -118,10 +110,9 @@ class Delta:
         if rest:
             msg = f"{len(out)} bytes are not a whole number of {ITEM_BYTES[layout]}-byte elements"
             raise CodecError(msg)
-        planes = read_planes(body, differences.plane_bytes(layout, count, form))
-        differences.join(
-            layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form
-        )
+        stored = read_planes(body, differences.plane_bytes(layout, count, form))
+        planes = [np.frombuffer(plane, np.uint8) for plane in stored]
+        differences.join(layout, planes, base, out, form)
 
 
 def _read_form(described: bytes, layout: Layout) -> DeltaForm:

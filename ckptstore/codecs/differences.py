@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
+from ckptstore.codecs.plane_layout import ITEM_BYTES, U8, Layout, blocks_of
 
 FLOATS: Final = frozenset({Layout.FLOAT32, Layout.FLOAT16, Layout.FLOAT64})
 """Layouts whose elements are compared as ordered integers, and have an exponent."""
@@ -42,7 +42,6 @@ TURN_MAX: Final = 7
 _KEY_SHIFT: Final = {Layout.FLOAT32: 23, Layout.FLOAT16: 7, Layout.FLOAT64: 55}
 
 Words = npt.NDArray[Any]
-U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ def join(
     """
     item = ITEM_BYTES[layout]
     old, new = np.frombuffer(base, f"<u{item}"), np.frombuffer(out, f"<u{item}")
-    for part in _runs(new.size):
+    for part in blocks_of(new.size, RUN):
         words, work, other = _scratch.words(item, part.stop - part.start)
         _unsplit(planes, words, part.start, form)
         _turn(words, 8 * item - form.turn if form.turn else 0)
@@ -134,7 +133,7 @@ def _folded(
     """Yield the folded differences run by run; they are valid until the next."""
     item = ITEM_BYTES[layout]
     new, old = np.frombuffer(raw, f"<u{item}"), np.frombuffer(base, f"<u{item}")
-    for part in _runs(new.size):
+    for part in blocks_of(new.size, RUN):
         words, work, other = _scratch.words(item, part.stop - part.start)
         if layout in FLOATS:
             _ordered(old[part], work, out=words)
@@ -149,11 +148,6 @@ def _folded(
             order = _order_of(layout, old[part])
             words = np.take(words, order, out=other, mode="clip")  # "raise" would copy `out`
         yield part, words
-
-
-def _runs(count: int) -> Iterator[slice]:
-    for start in range(0, count, RUN):
-        yield slice(start, min(start + RUN, count))
 
 
 def _split(words: Words, planes: Sequence[U8], start: int, form: DeltaForm) -> None:

@@ -164,16 +164,16 @@ class _PlaneBuffers(threading.local):
 _scratch = _PlaneBuffers()
 
 
-def _blocks(size: int) -> Iterator[slice]:
+def blocks_of(size: int, block: int = _BLOCK) -> Iterator[slice]:
     """Yield the parts of `size` elements that are worked on one after another."""
-    for start in range(0, size, _BLOCK):
-        yield slice(start, min(start + _BLOCK, size))
+    for start in range(0, size, block):
+        yield slice(start, min(start + block, size))
 
 
 def _split_float32(bits: npt.NDArray[np.uint32]) -> list[U8]:
     upper, lower = np.empty(bits.size, np.uint8), np.empty(bits.size, np.uint8)
     last = np.empty(bits.size, np.dtype("<u2"))
-    for part in _blocks(bits.size):
+    for part in blocks_of(bits.size):
         block = bits[part]
         np.copyto(last[part], block, casting="unsafe")
         wide = np.right_shift(block, 16, out=_scratch.wide[: block.size])
@@ -185,7 +185,7 @@ def _split_float32(bits: npt.NDArray[np.uint32]) -> list[U8]:
 
 def _split_float16(bits: npt.NDArray[np.uint16]) -> list[U8]:
     upper, lower = np.empty(bits.size, np.uint8), np.empty(bits.size, np.uint8)
-    for part in _blocks(bits.size):
+    for part in blocks_of(bits.size):
         _split_halves(bits[part], upper[part], lower[part])
     return [upper, lower]
 
@@ -203,7 +203,7 @@ def _split_halves(bits: npt.NDArray[np.uint16], upper: U8, lower: U8) -> None:
 
 def _join_float32(planes: list[U8], out: npt.NDArray[np.uint32]) -> None:
     last = planes[2].view(np.dtype("<u2"))
-    for part in _blocks(out.size):
+    for part in blocks_of(out.size):
         target = out[part]
         upper, wide = _scratch.first[: target.size], _scratch.wide[: target.size]
         _join_halves(planes[0][part], planes[1][part], upper)
@@ -214,7 +214,7 @@ def _join_float32(planes: list[U8], out: npt.NDArray[np.uint32]) -> None:
 
 
 def _join_float16(planes: list[U8], out: npt.NDArray[np.uint16]) -> None:
-    for part in _blocks(out.size):
+    for part in blocks_of(out.size):
         _join_halves(planes[0][part], planes[1][part], out[part])
 
 

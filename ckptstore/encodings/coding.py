@@ -75,10 +75,26 @@ def decode_elements(
         raise ValueError(f"no form restores {dtype}")
     if recipe_kind == CAST and source_dtype in casts.FLOATS:
         cast_elements(source_dtype, dtype, codes, out, rounding)
-    elif recipe_kind == SCALED and code in BOOKS and scales is not None and block >= 1:
-        _rescale(code, block, dtype, start, codes, scales, out, rounding)
-    else:
+        return
+    if recipe_kind != SCALED or code not in BOOKS or scales is None or block < 1:
         raise ValueError(f"a recipe of kind {recipe_kind!r} with code {code!r} is unknown")
+    target = np.frombuffer(out, casts.raw_dtype(dtype))
+    places = np.frombuffer(codes, np.uint8)
+    sizes = np.frombuffer(scales, np.dtype("<f4"))
+    first = start // block
+    blocks = -(-(start + len(places)) // block) - first if len(places) else 0
+    if len(places) != len(target) or blocks > len(sizes):
+        raise ValueError(f"{len(places)} codes and {len(sizes)} scales for {len(target)} elements")
+    book = _BOOKS[code]
+    for at in range(0, len(places), _STEP):
+        step = places[at : at + _STEP]
+        low, high = start + at, start + at + len(step)
+        touched = np.arange(low // block, -(-high // block))
+        counts = np.minimum((touched + 1) * block, high) - np.maximum(touched * block, low)
+        values = book(step)
+        with np.errstate(all="ignore"):  # a hostile scale may be anything
+            values *= np.repeat(sizes[touched - first], counts)
+        target[at : at + len(step)] = casts.from_float32(dtype, values, rounding)
 
 
 def cast_elements(
@@ -330,9 +346,8 @@ class Difference:
 
 def _exactly(dtype: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return elements of up to 32 bits as float64, whatever becomes of denormals here."""
-    found: npt.NDArray[np.float64] = from_float32("float64", to_float32(dtype, raw)).view(
-        np.float64
-    )
+    wide = from_float32("float64", to_float32(dtype, raw))
+    found: npt.NDArray[np.float64] = wide.view(np.float64)
     return found
 
 

@@ -44,7 +44,7 @@ INDEX_ROW_BYTES: Final = _ROW.size
 TRAILER_BYTES: Final = _TRAILER.size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChunkHeader:
     """Header of a chunk, which stands before its stored bytes."""
 
@@ -123,14 +123,7 @@ def parse_chunk_header(data: bytes | bytearray | memoryview, *, where: str) -> C
         raise _corrupt(where, "damaged chunk header")
     if raw > limits.CHUNK_RAW_BYTES_MAX or stored > limits.CHUNK_STORED_BYTES_MAX:
         raise _corrupt(where, f"chunk of {raw} bytes, {stored} stored, is over the limit")
-    return ChunkHeader(
-        codec=codec,
-        layout=layout,
-        raw_bytes=raw,
-        stored_bytes=stored,
-        checksum=checksum,
-        chunk_id=chunk_id,
-    )
+    return ChunkHeader(codec, layout, raw, stored, checksum, chunk_id)
 
 
 def pack_footer(rows: Iterable[IndexRow], *, offset: int) -> bytes:

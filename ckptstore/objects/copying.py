@@ -139,12 +139,8 @@ def _taken(data: memoryview, chunk: Stored, *, where: str, room: Room) -> Stored
             raw = decoded(header.codec, header.layout, body, header.raw_bytes, room.decoded)
         except CodecError as error:
             raise broken(where, str(error)) from error
-    encoded = Encoded(
-        codec=header.codec,
-        layout=Layout(header.layout),
-        parts=(body,),
-        stored_bytes=header.stored_bytes,
-    )
+    layout, stored = Layout(header.layout), header.stored_bytes
+    encoded = Encoded(codec=header.codec, layout=layout, parts=(body,), stored_bytes=stored)
     return StoredChunk(header.chunk_id, encoded, header.raw_bytes, raw, base_id)
 
 
@@ -267,7 +263,6 @@ class _Copying:
     done: int = 0
     copied: Copied = field(default_factory=Copied)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
         """Copy all spans; raise the first failure once every thread has stopped."""
@@ -275,7 +270,7 @@ class _Copying:
         def begin(turn: int) -> Callable[[Span], None]:
             return partial(self._span, turn, Room())
 
-        in_threads(threads, spans, begin, self.stop, name="ckptstore-copy")
+        in_threads(threads, spans, begin, name="ckptstore-copy")
 
     def _span(self, turn: int, room: Room, span: Span) -> None:
         try:
@@ -510,9 +505,8 @@ class ChunkCopies:
             except IntegrityError as error:
                 raise altered(target.url, error) from error
             return
-        for _ in self.engine.map(
-            read_part, self._tasks(self.engine, table, items, limits.COPY_TASK_BYTES_MIN)
-        ):
+        tasks = self._tasks(self.engine, table, items, limits.COPY_TASK_BYTES_MIN)
+        for _ in self.engine.map(read_part, tasks):
             pass
 
     def _throttled(self) -> Backend:

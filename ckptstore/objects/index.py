@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ckptstore.format.manifest import COLUMNS, PieceTable
 from ckptstore.format.tables import NO_BASE
 
+Ids = npt.NDArray[np.uint8]
 NUMBERS: Final = np.dtype([*COLUMNS.items()])
 """A row of a :class:`PieceTable` without the id, by the names of its columns."""
 
@@ -64,9 +65,7 @@ def base_of(table: PieceTable, row: int) -> Base:
     return Base(piece_id=table.ids[row].tobytes(), location=location_of(table, row))
 
 
-def placed_table(
-    ids: npt.NDArray[np.uint8], raw: npt.NDArray[np.uint32], places: Iterable[Location]
-) -> PieceTable:
+def placed_table(ids: Ids, raw: npt.NDArray[np.uint32], places: Iterable[Location]) -> PieceTable:
     """Return the table of pieces that lie at `places`, with what deltas refer to behind them.
 
     Parameters
@@ -107,10 +106,7 @@ def numbers_of(raw: int, place: Location, packs: dict[str, int]) -> tuple[int, .
 
 
 def table_of(
-    ids: npt.NDArray[np.uint8],
-    numbers: npt.NDArray[Any],
-    packs: dict[str, int],
-    bases: Mapping[int, Base],
+    ids: Ids, numbers: npt.NDArray[Any], packs: dict[str, int], bases: Mapping[int, Base]
 ) -> PieceTable:
     """Return the table of pieces of tensors, with what deltas refer to behind them.
 

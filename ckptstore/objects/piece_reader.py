@@ -14,18 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from ckptstore import errors
 from ckptstore.backends.base import Backend
 from ckptstore.byte_copies import copy_bytes
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode
 from ckptstore.config import SYSTEM, Options
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    CorruptTensorError,
-    NotFoundError,
-    TornStateError,
-)
+from ckptstore.errors import CkptStoreError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
@@ -39,7 +34,7 @@ from ckptstore.prefault import prefault
 __all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_alone", "read_pieces"]
 
 
-FailureCallback = Callable[[ReadItem, CkptStoreError], None]
+FailureCallback = Callable[[ReadItem, errors.CkptStoreError], None]
 """Told of each piece that cannot be had; may be called from several threads, one at a time."""
 _ReadBase: TypeAlias = "tuple[int, ChunkHeader, memoryview]"
 """What deltas refer to, not decoded yet: its row, the header of its chunk, the stored bytes."""
@@ -74,7 +69,7 @@ def read_pieces(
     if past is not backend:  # what is damaged in a cache is read again
         failed: list[ReadItem] = []
 
-        def note(item: ReadItem, _: CkptStoreError) -> None:
+        def note(item: ReadItem, _: errors.CkptStoreError) -> None:
             failed.append(item)
 
         # Processes that share it begin at different places, to fetch for each other.
@@ -154,7 +149,6 @@ class _Reading:
     interpreter's lock, dozens of them for most of a load (docs/design/0026-cores.md)."""
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
         """Run all fetches; raise the first failure once every thread has stopped."""
@@ -162,7 +156,7 @@ class _Reading:
         def begin(_: int) -> Callable[[Span], None]:
             return partial(self._span, scratch=_Rooms())
 
-        in_threads(threads, spans, begin, self.stop, name="ckptstore-load")
+        in_threads(threads, spans, begin, name="ckptstore-load")
 
     def held_bytes(self, spans: Sequence[Span]) -> int:
         """Return the most memory that a thread takes besides the destinations, at least 1.
@@ -186,7 +180,7 @@ class _Reading:
                 prefault(item.out)
         try:
             headers, bodies = self._fetch(span, scratch)
-        except (CorruptObjectError, NotFoundError) as error:
+        except (errors.CorruptObjectError, errors.NotFoundError) as error:
             if len(span.chunks) > 1:  # find out which chunks are hit
                 for chunk in span.chunks:
                     self._span(Span(pack=span.pack, chunks=(chunk,)), scratch)
@@ -203,7 +197,7 @@ class _Reading:
                         continue
                     parsed = _checked(chunk, header, body)
                 deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
-            except CorruptObjectError as error:
+            except errors.CorruptObjectError as error:
                 self._failed(span.pack, chunk, error)
         if deltas:
             self._deltas(deltas, scratch)
@@ -218,7 +212,7 @@ class _Reading:
     def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _Rooms) -> None:
         try:
             headers, bodies = self._fetch(span, scratch, for_bases=True)
-        except (CorruptObjectError, NotFoundError) as error:
+        except (errors.CorruptObjectError, errors.NotFoundError) as error:
             if len(span.chunks) > 1:
                 for chunk in span.chunks:
                     self._bases(Span(pack=span.pack, chunks=(chunk,)), deltas, scratch)
@@ -233,7 +227,7 @@ class _Reading:
                         parsed = _checked(chunk, header, body)
                         base = item.row, parsed, body
                         self._apply(span, chunk, base, deltas[item.row], scratch)
-                except CorruptObjectError as error:
+                except errors.CorruptObjectError as error:
                     self._base_lost(span, chunk.offset, deltas[item.row], error)
 
     def _apply(
@@ -261,7 +255,7 @@ class _Reading:
                 data = BaseData(piece_id=base_id, data=piece)
                 _decode(delta.header, delta.body, target, data)
                 self._check(first, target)
-            except CorruptObjectError as error:
+            except errors.CorruptObjectError as error:
                 if self._is_sound(chunk, base, scratch):
                     self._failed(delta.pack, delta.chunk, error)
                 else:
@@ -291,13 +285,13 @@ class _Reading:
                 take(piece)
 
     def _base_lost(
-        self, span: Span, offset: int, deltas: list[_Delta], error: CkptStoreError
+        self, span: Span, offset: int, deltas: list[_Delta], error: errors.CkptStoreError
     ) -> None:
         """Report pieces whose own chunks may be sound, but not what these refer to."""
-        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
+        what = "the pack is gone" if isinstance(error, errors.NotFoundError) else error.message
         where = f"pack {span.pack}, byte {offset}"
         for delta in deltas:
-            lost = CorruptObjectError(f"its base is lost ({where}): {what}")
+            lost = errors.CorruptObjectError(f"its base is lost ({where}): {what}")
             self._failed(delta.pack, delta.chunk, lost)
 
     def _fetch(
@@ -329,19 +323,14 @@ class _Reading:
         return item.out if chunk.stored_bytes == chunk.raw_bytes == len(item.out) else None
 
     def _chunk(
-        self,
-        pack: str,
-        chunk: ChunkRead,
-        header_bytes: memoryview,
-        body: memoryview,
-        scratch: _Rooms,
+        self, pack: str, chunk: ChunkRead, head: memoryview, body: memoryview, scratch: _Rooms
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
         first = chunk.items[0]
         direct = body is first.out
-        header = _checked(chunk, header_bytes, None if direct else body)
+        header = _checked(chunk, head, None if direct else body)
         if direct and header.codec != 0:
-            raise CorruptObjectError("an encoded chunk of its raw length")
+            raise errors.CorruptObjectError("an encoded chunk of its raw length")
         if direct or not _needs_slab(chunk):
             assert first.out is not None  # noqa: S101  # for the type checker
             if not direct:
@@ -355,7 +344,7 @@ class _Reading:
             piece = slab[inner : inner + int(self.table.raw[item.row])]
             try:
                 self._check(item, piece)
-            except CorruptObjectError as error:
+            except errors.CorruptObjectError as error:
                 self._failed(pack, chunk, error, only=item)
                 continue
             if item.out is not None:
@@ -373,10 +362,10 @@ class _Reading:
 
     def _sound(self, item: ReadItem) -> bool:
         """Return whether a piece is as it should be, read again into memory of its own."""
-        failed: list[CkptStoreError] = []
+        failed: list[errors.CkptStoreError] = []
         again, options = [ReadItem(row=item.row, out=None, label="")], Options(workers=1)
 
-        def note(_: ReadItem, error: CkptStoreError) -> None:
+        def note(_: ReadItem, error: errors.CkptStoreError) -> None:
             failed.append(error)
 
         _read(self.table, again, self.backend, options, silent, note)
@@ -386,17 +375,16 @@ class _Reading:
         self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: ReadItem | None = None
     ) -> None:
         """Report the pieces of a chunk as lost, or raise for the first."""
-        gone = isinstance(error, NotFoundError)
+        gone = isinstance(error, errors.NotFoundError)
         what = "the pack is gone" if gone else error.message
         for item in chunk.items if only is None else (only,):
             msg = f"tensor {item.label}: {what} (pack {pack}, byte {chunk.offset})"
-            lost: CkptStoreError = CorruptTensorError(
-                msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
-            )
+            hint = "run ckptstore verify; other tensors and versions can still be loaded"
+            lost: errors.CkptStoreError = errors.CorruptTensorError(msg, hint=hint)
             if item.out is not None and not gone and all(map(self._sound, chunk.items)):
                 msg = f"tensor {item.label}: its memory changed while it was filled"
                 hint = "what is stored is sound: let no other thread write there, and load it again"
-                lost = TornStateError(msg, hint=hint)
+                lost = errors.TornStateError(msg, hint=hint)
             lost.__cause__ = error
             if self.on_failure is None:
                 raise lost
@@ -455,9 +443,9 @@ def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None
     """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
     header = parse_chunk_header(header_bytes, where="")
     if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-        raise CorruptObjectError("lengths differ from the manifest's")
+        raise errors.CorruptObjectError("lengths differ from the manifest's")
     if body is not None and xxh3_64(body) != header.checksum:
-        raise CorruptObjectError("stored bytes do not match their checksum")
+        raise errors.CorruptObjectError("stored bytes do not match their checksum")
     return header
 
 
@@ -467,8 +455,8 @@ def _decode(
     try:
         decode(header.codec, header.layout, body, out, base=base)
     except CodecError as error:
-        raise CorruptObjectError(str(error)) from error
+        raise errors.CorruptObjectError(str(error)) from error
 
 
-def _unlike_its_id() -> CorruptObjectError:
-    return CorruptObjectError("content does not match its chunk id")
+def _unlike_its_id() -> errors.CorruptObjectError:
+    return errors.CorruptObjectError("content does not match its chunk id")

@@ -340,14 +340,13 @@ class _PieceWrite:
     repeats: list[tuple[int, int]] = field(default_factory=list)
     """Rows whose bytes another row of this save brings."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def work(self, jobs: Iterator[PieceJob], workers: int) -> None:
         """Run all jobs, and return when every pack is durable.
 
         Raises the first failure once every worker has stopped.
         """
-        in_threads(workers, jobs, self._worker, self.stop, name="ckptstore-save")
+        in_threads(workers, jobs, self._worker, name="ckptstore-save")
         began = self.clock()
         self.sink.finish()
         self.spent.append(_Spent(writing_s=self.clock() - began))

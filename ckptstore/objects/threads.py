@@ -13,14 +13,11 @@ T = TypeVar("T")
 
 
 def in_threads(
-    count: int,
-    items: Iterator[T],
-    begin: Callable[[int], Callable[[T], None]],
-    stop: threading.Event,
-    *,
-    name: str,
+    count: int, items: Iterator[T], begin: Callable[[int], Callable[[T], None]], *, name: str
 ) -> None:
     """Have threads work on items; raise the first failure once all have stopped.
+
+    When one fails, or the caller is interrupted, no further item is taken.
 
     Parameters
     ----------
@@ -28,10 +25,8 @@ def in_threads(
         None of them None; each is taken by one thread.
     begin
         Called once in each thread, with its number from 0; gives what is called with each item.
-    stop
-        Is set when one fails, or the caller is interrupted; then no further item is taken.
     """
-    taking = threading.Lock()
+    taking, stop = threading.Lock(), threading.Event()
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""

@@ -270,7 +270,7 @@ def recopy(
 
     try:
         with closing(_parts(task, threads, shape, rewrites)) as parts:
-            in_threads(threads, parts, begin, threading.Event(), name="ckptstore-gc")
+            in_threads(threads, parts, begin, name="ckptstore-gc")
         sink.finish()
     except BaseException:
         sink.abort()
