@@ -323,9 +323,8 @@ class _Upload:
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
         blocks = [BlobBlock(block) for block in receipts]
         tier = _tier_option(self.storage_class)
-        self.backend._blob(
-            f"put {self.key}", self.key, lambda blob: blob.commit_block_list(blocks, **tier)
-        )
+        what = f"put {self.key}"
+        self.backend._blob(what, self.key, lambda blob: blob.commit_block_list(blocks, **tier))
 
     def abandon(self) -> None:
         """Do nothing: no request would drop blocks of a blob that is not there."""

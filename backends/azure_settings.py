@@ -171,10 +171,9 @@ def _client(settings: AzureSettings, make: Callable[..., Foreign]) -> Foreign:
     adapter = _Adapter(max_retries=retries, pool_maxsize=limits.CONNECTIONS_MAX)
     for protocol in ("https://", "http://"):
         session.mount(protocol, adapter)
+    connect_s, read_s = limits.CONNECT_TIMEOUT_S, limits.READ_TIMEOUT_S
     transport = RequestsTransport(
-        session=session,
-        connection_timeout=limits.CONNECT_TIMEOUT_S,
-        read_timeout=limits.READ_TIMEOUT_S,
+        session=session, connection_timeout=connect_s, read_timeout=read_s
     )
     version = settings.text("api_version")
     try:

@@ -83,13 +83,10 @@ class FsspecBackend(base.Backend):
     @property
     def capabilities(self) -> base.Capabilities:
         """Return the least that any file system offers."""
-        system = self._system
-        concurrency = system.connections or CAPABILITIES.concurrency
+        lag_s = self._system.lookup_lag_s
+        concurrency = self._system.connections or CAPABILITIES.concurrency
         return replace(
-            CAPABILITIES,
-            concurrency=concurrency,
-            lookup_lag_s=system.lookup_lag_s,
-            read_only=self._chained,
+            CAPABILITIES, concurrency=concurrency, lookup_lag_s=lag_s, read_only=self._chained
         )
 
     def put(self, key: str, data: base.Buffer) -> None:

@@ -236,17 +236,13 @@ def _silence(limit_s: float) -> urllib3.Timeout:
 
 def _manager(proxy: str) -> urllib3.PoolManager:
     """Return a pool of connections, directly or by a proxy; certificates are verified."""
+    options: Any = {"maxsize": limits.CONNECTIONS_MAX, "timeout": _silence(0.0)}
     if not proxy:
-        return urllib3.PoolManager(maxsize=limits.CONNECTIONS_MAX, timeout=_silence(0.0))
+        return urllib3.PoolManager(**options)
     login, _, host = urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc.rpartition("@")
     headers = urllib3.make_headers(proxy_basic_auth=unquote(login)) if login else {}
     scheme = proxy.partition("://")[0] if "://" in proxy else "http"
-    return urllib3.ProxyManager(
-        f"{scheme}://{host}",
-        proxy_headers=headers,
-        maxsize=limits.CONNECTIONS_MAX,
-        timeout=_silence(0.0),
-    )
+    return urllib3.ProxyManager(f"{scheme}://{host}", proxy_headers=headers, **options)
 
 
 def _length(headers: Mapping[str, str]) -> int | None:

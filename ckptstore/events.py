@@ -77,10 +77,8 @@ class SaveEvent:
 
     def document(self) -> dict[str, Any]:
         """Return the event as plain values, for JSON."""
-        found: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("kind", "store", "run", "step", "version", "at_ms")
-        }
+        names = ("kind", "store", "run", "step", "version", "at_ms")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names}
         found["receipt"] = dict(self.receipt)
         if self.error_kind:
             found |= {"error_kind": self.error_kind, "message": self.message}

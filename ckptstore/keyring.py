@@ -26,13 +26,8 @@ from ckptstore.catalog.reading import wait_until
 from ckptstore.catalog.unlisted import key_records
 from ckptstore.committing import put_once
 from ckptstore.config import SYSTEM, Environment, writer_identity
-from ckptstore.format.encryption import (
-    FORMAT,
-    Encryption,
-    KeyRecord,
-    decode_key_record,
-    encode_key_record,
-)
+from ckptstore.format import encryption
+from ckptstore.format.encryption import FORMAT, KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY, key_record_key, key_record_number
 from ckptstore.format.superblock import Superblock
 
@@ -54,11 +49,7 @@ class Rotation:
 
 
 def unlocked(
-    backend: Backend,
-    superblock: Superblock,
-    user_key: UserKey | None,
-    *,
-    environment: Environment = SYSTEM,
+    backend: Backend, superblock: Superblock, key: UserKey | None, environment: Environment = SYSTEM
 ) -> Backend:
     """Return a backend that reads and writes the objects of a store, encrypted or not.
 
@@ -73,7 +64,7 @@ def unlocked(
     """
     wanted = superblock.encryption
     if wanted is None:
-        if user_key is None:
+        if key is None:
             return backend
         msg = f"{backend.url} is not encrypted, but a key was given"
         hint = (
@@ -81,9 +72,9 @@ def unlocked(
             f"mean; if it was encrypted once, its {STORE_KEY} has been replaced"
         )
         raise errors.EncryptionKeyError(msg, hint=hint)
-    if user_key is None:
+    if key is None:
         raise missing_key(backend.url)
-    record, data_key = open_keys(backend, user_key)
+    record, data_key = open_keys(backend, key)
     told = (superblock.store_id, superblock.chunk_bytes, superblock.encryption)
     if told != (record.store_id, record.chunk_bytes, record.encryption):
         msg = f"{STORE_KEY} at {backend.url} contradicts {key_record_key(record.number)}"
@@ -147,7 +138,8 @@ def read_record(backend: Backend, number: int) -> KeyRecord:
         As :func:`newest_record`.
     """
     key = key_record_key(number)
-    record = decode_key_record(backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX), where=key)
+    data = backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX)
+    record = encryption.decode_key_record(data, where=key)
     if record.number != number:
         msg = f"{key} holds record {record.number}"
         raise errors.CorruptObjectError(msg, hint="restore keys/ from a backup")
@@ -222,7 +214,7 @@ def create_keys(
         store_id=store_id,
         chunk_bytes=chunk_bytes,
         created_at_ms=now_ms,
-        encryption=Encryption(check=data_key.check(store_id)),
+        encryption=encryption.Encryption(check=data_key.check(store_id)),
         slots=(),
         at_ms=now_ms,
         by=writer_identity()[: limits.BY_CHARS_MAX],
@@ -336,7 +328,7 @@ class KeyRecords:
 
     def _put(self, record: KeyRecord) -> bool:
         """Write a record; return whether it is the one now stored under its number."""
-        data = encode_key_record(record)
+        data = encryption.encode_key_record(record)
         stored = put_once(
             self.backend,
             key_record_key(record.number),

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -181,17 +180,15 @@ class Repo:
 
     def __reduce__(self) -> NoReturn:
         msg = f"an open repository ({self.url}) cannot be sent to another process"
-        raise errors.InvalidInputError(
-            msg, hint="pickle the store, a run, or a lazy version as a whole"
-        )
+        hint = "pickle the store, a run, or a lazy version as a whole"
+        raise errors.InvalidInputError(msg, hint=hint)
 
     def check_open(self) -> None:
         """Raise InvalidInputError if the store is closed."""
         if self._closed:
             msg = f"the store {self.url} is closed"
-            raise errors.InvalidInputError(
-                msg, hint="use it inside its with block, or open it again"
-            )
+            hint = "use it inside its with block, or open it again"
+            raise errors.InvalidInputError(msg, hint=hint)
 
     def put_if_absent(self) -> PutIfAbsent:
         """Return whether the storage has put-if-absent; probes it if its backend has changed.
@@ -310,20 +307,11 @@ def open_repo(
     """
     key = None if key is None else read_key(key)  # no variable keeps what was given
     opening: Any = {"options": options, "environment": environment, "key": key}
-    with _backend_at(url, environment, storage_options) as backend:
+    backend = open_backend(url, environment=environment, **(storage_options or {}))
+    try:
         if create:
             return create_on(backend, chunk_bytes=chunk_bytes, exist_ok=exist_ok, **opening)
         return open_on(backend, **opening)
-
-
-@contextmanager
-def _backend_at(
-    url: str | os.PathLike[str], environment: Environment, options: Mapping[str, Any] | None
-) -> Iterator[Backend]:
-    """Open the backend of a location; close it if the block fails."""
-    backend = open_backend(url, environment=environment, **(options or {}))
-    try:
-        yield backend
     except BaseException:
         backend.close()
         raise

@@ -11,14 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from ckptstore import errors
-from ckptstore.catalog.rows import (
-    build_run,
-    build_version,
-    pins_of,
-    snapshot_of,
-    state_of,
-    tags_by_version,
-)
+from ckptstore.catalog import rows
 from ckptstore.catalog.state import RunState, State
 from ckptstore.format import snapshot
 from ckptstore.format.snapshot import Details, Flag, VersionRow
@@ -29,40 +22,36 @@ from ckptstore.suggestions import did_you_mean
 class Catalog:
     """The state of a store after the commits 1 to ``number``."""
 
-    __slots__ = ("_state",)
+    __slots__ = ("state",)
 
     def __init__(self, state: State | None = None) -> None:
-        self._state = State() if state is None else state
-
-    @property
-    def state(self) -> State:
+        self.state: State = State() if state is None else state
         """The catalog as data, for the fold."""
-        return self._state
 
     @property
     def number(self) -> int:
         """The last commit folded; 0 for an empty log."""
-        return self._state.number
+        return self.state.number
 
     @property
     def digest(self) -> str:
         """Digest of that commit's body, which the next commit must name; empty before the first."""
-        return self._state.digest
+        return self.state.digest
 
     @property
     def versions_count(self) -> int:
         """Number of versions of all runs, without deleted ones."""
-        return sum(not row.flags & Flag.DELETED for row in self._state.versions.values())
+        return sum(not row.flags & Flag.DELETED for row in self.state.versions.values())
 
     # --- runs ---------------------------------------------------------------------------------
 
     def has_run(self, name: str) -> bool:
         """Return whether there is a run of this name."""
-        return name in self._state.runs
+        return name in self.state.runs
 
     def runs(self) -> list[RunInfo]:
         """Return all runs in the order of their creation."""
-        return [build_run(run, self._state.versions) for run in self._state.runs.values()]
+        return [rows.build_run(run, self.state.versions) for run in self.state.runs.values()]
 
     def run(self, name: str) -> RunInfo:
         """Return one run.
@@ -72,7 +61,7 @@ class Catalog:
         RunNotFoundError
             If there is none of this name; the hint names similar ones.
         """
-        return build_run(self._run(name), self._state.versions)
+        return rows.build_run(self._run(name), self.state.versions)
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -102,15 +91,15 @@ class Catalog:
         RunNotFoundError
             If there is no such run (at the call, not at the first version).
         """
-        ids = self._state.versions if run is None else self._run(run).versions
+        ids = self.state.versions if run is None else self._run(run).versions
         order = reversed(ids) if newest_first else iter(ids)
-        tags = tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
-        rows = self._state.versions
+        tags = rows.tags_by_version(self.state.runs.values() if run is None else [self._run(run)])
+        table = self.state.versions
         wanted = Flag.DELETED if deleted else 0
         return (
-            build_version(rows[version_id], tags.get(version_id, ()))
+            rows.build_version(table[version_id], tags.get(version_id, ()))
             for version_id in order
-            if rows[version_id].flags & Flag.DELETED == wanted
+            if table[version_id].flags & Flag.DELETED == wanted
         )
 
     def head(self, run: str) -> Version | None:
@@ -126,7 +115,7 @@ class Catalog:
 
     def head_id(self, run: str) -> str:
         """Return the id of the run's head; empty before the first save, and for no run at all."""
-        found = self._state.runs.get(run)
+        found = self.state.runs.get(run)
         return found.head if found else ""
 
     def by_step(self, run: str, step: int) -> Version | None:
@@ -135,20 +124,13 @@ class Catalog:
         The newest on the line of the run, if it was saved more than once; else the newest that a
         rollback abandoned.
         """
-        found = [
-            row for row in self._rows(run) if row.step == step and not row.flags & Flag.DELETED
-        ]
-        if not found:
-            return None
-        found.reverse()  # of records that came in one commit the last is the newest
-        return self._version(
-            max(found, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit))
-        )
+        found = rows.newest(row for row in self._rows(run) if row.step == step)
+        return None if found is None else self._version(found)
 
     def by_tag(self, run: str, tag: str) -> Version | None:
         """Return the version that the run's tag points to."""
         version_id = self._run(run).tags.get(tag)
-        if version_id is None or self._state.versions[version_id].flags & Flag.DELETED:
+        if version_id is None or self.state.versions[version_id].flags & Flag.DELETED:
             return None
         return self.version(version_id)
 
@@ -167,24 +149,24 @@ class Catalog:
 
         None if the version does not descend from it.
         """
-        rows = self._state.versions
-        last = rows.get(ancestor)
+        table = self.state.versions
+        last = table.get(ancestor)
         found: list[str] = []
-        while last is not None and version_id and rows[version_id].commit >= last.commit:
+        while last is not None and version_id and table[version_id].commit >= last.commit:
             if version_id == ancestor:
                 return found
             found.append(version_id)
-            version_id = rows[version_id].parent
+            version_id = table[version_id].parent
         return None
 
     def any_abandoned(self, ids: Iterable[str]) -> bool:
         """Return whether a rollback abandoned one of some versions here."""
-        rows = (self._state.versions.get(version_id) for version_id in ids)
-        return any(row is not None and row.flags & Flag.ABANDONED for row in rows)
+        table = (self.state.versions.get(version_id) for version_id in ids)
+        return any(row is not None and row.flags & Flag.ABANDONED for row in table)
 
     def holds_head(self, run: str) -> bool:
         """Return whether the head of a run was last moved by a rollback decided in this store."""
-        found = self._state.runs.get(run)
+        found = self.state.runs.get(run)
         return found is not None and found.held
 
     def other_metrics(
@@ -194,44 +176,39 @@ class Catalog:
 
         Of a run that both have, those that neither has deleted; as fast as bytes can be compared.
         """
-        here, there = self._state.versions, other._state.versions
+        here, there = self.state.versions, other.state.versions
         for version_id in self._run(run).versions:
             row, twin = here[version_id], there.get(version_id)
-            if (
-                twin is None
-                or row.metrics == twin.metrics
-                or (row.flags | twin.flags) & Flag.DELETED
-            ):
+            if twin is None or row.metrics == twin.metrics:
                 continue
-            yield version_id, snapshot.decode_metrics(row), snapshot.decode_metrics(twin)
+            if not (row.flags | twin.flags) & Flag.DELETED:
+                yield version_id, snapshot.decode_metrics(row), snapshot.decode_metrics(twin)
 
     def find(self, version_id: str) -> Version | None:
         """Return the version of exactly this id; None if there is none."""
-        row = self._state.versions.get(version_id)
+        row = self.state.versions.get(version_id)
         return None if row is None else self._version(row)
 
     def has_version(self, version_id: str) -> bool:
         """Return whether there is a version of exactly this id."""
-        return version_id in self._state.versions
+        return version_id in self.state.versions
 
     def by_prefix(self, prefix: str) -> list[Version]:
         """Return the versions whose id begins with `prefix`, at most 10."""
-        exact = self._state.versions.get(prefix)
+        exact = self.state.versions.get(prefix)
         if exact is not None:
             return [self._version(exact)]
-        rows = self._state.versions.values()
-        return [
-            self._version(row) for row in islice((r for r in rows if r.id.startswith(prefix)), 10)
-        ]
+        found = (row for row in self.state.versions.values() if row.id.startswith(prefix))
+        return [self._version(row) for row in islice(found, 10)]
 
     def pinned(self) -> list[Version]:
         """Return the versions that are pinned, for any store, in the order of their commits."""
-        rows = [row for row in self._state.versions.values() if row.flags & Flag.PINNED]
-        return [self._version(row) for row in rows]
+        table = [row for row in self.state.versions.values() if row.flags & Flag.PINNED]
+        return [self._version(row) for row in table]
 
     def pins(self, version_id: str) -> tuple[str, ...]:
         """Return the stores that a version here is pinned for; for this one stands nothing."""
-        return pins_of(self._state.versions[version_id])
+        return rows.pins_of(self.state.versions[version_id])
 
     def ancestors(self, version_id: str) -> Iterator[Version]:
         """Yield a version, its parent, the parent's parent ..., across runs.
@@ -242,9 +219,9 @@ class Catalog:
             If there is no such version.
         """
         yield self.version(version_id)
-        row = self._state.versions[version_id]
+        row = self.state.versions[version_id]
         while row.parent:
-            row = self._state.versions[row.parent]
+            row = self.state.versions[row.parent]
             yield self._version(row)
 
     def steps(self, run: str) -> list[int]:
@@ -272,14 +249,14 @@ class Catalog:
     @property
     def replicas(self) -> Mapping[str, ReplicaInfo]:
         """Other stores that have a name here, by it, in the order of their naming."""
-        return self._state.replicas
+        return self.state.replicas
 
     # --- collection and retention -------------------------------------------------------------
 
     @property
     def condemned(self) -> Mapping[str, int]:
         """Objects that are to be deleted: key to the number of the commit that says so."""
-        return self._state.condemned
+        return self.state.condemned
 
     def gone(self, keys: Iterable[str]) -> set[str]:
         """Return those of `keys` that were condemned, deleted since or not.
@@ -288,7 +265,7 @@ class Catalog:
         found earlier: see
         :attr:`ckptstore.catalog.state.State.gone`.
         """
-        return {key for key in keys if key in self._state.gone}
+        return {key for key in keys if key in self.state.gone}
 
     def contents(self, *, known: dict[bytes, Details]) -> Iterator[tuple[str, Details]]:
         """Yield id and details of each version that has more than its record.
@@ -302,7 +279,7 @@ class Catalog:
             The caller's memory of what was decoded before; is added to.
         """
         gone = Flag.DELETED | Flag.RECORD_ONLY
-        for row in [row for row in self._state.versions.values() if not row.flags & gone]:
+        for row in [row for row in self.state.versions.values() if not row.flags & gone]:
             details = known.get(row.details)
             if details is None:
                 details = known[row.details] = snapshot.decode_details(row)
@@ -319,19 +296,19 @@ class Catalog:
         gone = Flag.DELETED | Flag.RECORD_ONLY
         return [
             (row.id, snapshot.decode_manifest_key(row))
-            for row in self._state.versions.values()
+            for row in self.state.versions.values()
             if row.flags & gone == Flag.DELETED and row.id not in without
         ]
 
     def own_policy(self, run: str) -> bytes:
         """Return the policy of a run, or the store's if `run` is empty: JSON, or empty."""
         if not run:
-            return self._state.policy
-        return self._state.runs[run].policy if run in self._state.runs else b""
+            return self.state.policy
+        return self.state.runs[run].policy if run in self.state.runs else b""
 
     def policies(self, run: str) -> list[bytes]:
         """Return the policies that hold for a run, JSON: its own, then the store's; if any."""
-        return [text for text in (self.own_policy(run), self._state.policy) if text]
+        return [text for text in (self.own_policy(run), self.state.policy) if text]
 
     # --- snapshots ----------------------------------------------------------------------------
 
@@ -345,7 +322,7 @@ class Catalog:
         """
         if not self.number:
             raise errors.InvalidInputError("an empty log has no snapshot")
-        return snapshot_of(self._state)
+        return rows.snapshot_of(self.state)
 
     @classmethod
     def from_snapshot(cls, body: snapshot.SnapshotBody, *, where: str) -> Catalog:
@@ -359,24 +336,22 @@ class Catalog:
             If rows name runs or versions that are not there, or names break the rules.
         """
         try:
-            return cls(state_of(body))
+            return cls(rows.state_of(body))
         except (errors.InvalidInputError, KeyError, ValueError) as error:
             raise errors.CorruptObjectError(f"{where} contradicts itself: {error}") from error
 
     # --- inside -------------------------------------------------------------------------------
 
     def _run(self, name: str) -> RunState:
-        found = self._state.runs.get(name)
+        found = self.state.runs.get(name)
         if found is None:
             msg = f"there is no run {name!r}"
-            raise errors.RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
+            raise errors.RunNotFoundError(msg, hint=did_you_mean(name, self.state.runs))
         return found
 
     def _rows(self, run: str) -> Iterator[VersionRow]:
-        return (self._state.versions[version_id] for version_id in self._run(run).versions)
+        return (self.state.versions[version_id] for version_id in self._run(run).versions)
 
     def _version(self, row: VersionRow) -> Version:
-        tags = self._state.runs[row.run].tags
-        return build_version(
-            row, tuple(sorted(tag for tag, target in tags.items() if target == row.id))
-        )
+        tags = self.state.runs[row.run].tags.items()
+        return rows.build_version(row, tuple(sorted(tag for tag, to in tags if to == row.id)))

@@ -33,7 +33,7 @@ from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, Un
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.format.fields import By, CommitNumber, Id, TimeMs
-from ckptstore.format.framing import decode_envelope, encode_envelope
+from ckptstore.format.framing import UNDECODABLE, decode_envelope, encode_envelope
 from ckptstore.format.keys import commit_key
 
 MAGIC: Final = "ckptstore-commit"
@@ -149,7 +149,7 @@ def decode_commit(data: bytes, *, where: str) -> Commit:
     raw, digest = decode_envelope(data, where=where)
     try:
         return Commit(body=_DECODER.decode(raw), digest=digest)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except UNDECODABLE as error:
         raise _decode_problem(raw, where, error) from error
 
 
@@ -159,7 +159,7 @@ def _decode_problem(raw: bytes, where: str, error: Exception) -> errors.CkptStor
         loose = msgspec.json.decode(raw)
         version = loose["format"]
         unknown = sorted({str(op["op"])[:40] for op in loose["ops"]} - _TAGS)
-    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
+    except (*UNDECODABLE, KeyError, TypeError):
         return errors.CorruptObjectError(f"{where} is not a commit: {error}")
     if isinstance(version, int) and version > FORMAT:
         what = f"{where} has format {version}"

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Level, Part, level_of, parts_of_level
+from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, STORED, Level, Part, level_of
 from ckptstore.catalog.lifecycle_ops import Ids, pinned_error
 from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
@@ -225,7 +225,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
         if version.pinned and move.level != version.level:
             raise pinned_error(version)
         check_not_condemned(catalog, move.relies_on)
-        part, encoding = parts_of_level(move.level)
+        part, encoding = STORED[move.level]
         ops.append(
             Relocate(
                 version=move.version,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.metrics import ranked, sign
+from ckptstore.catalog.metrics import best, ranked, sign
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
-from ckptstore.model import Version
+from ckptstore.model import RunInfo, Version
 from ckptstore.suggestions import did_you_mean
 
 
@@ -67,7 +67,7 @@ def history(catalog: Catalog, run: str, metric: str) -> History:
         msg = f"no version of run {run!r} has the metric {metric!r}"
         raise VersionNotFoundError(msg, hint=did_you_mean(metric, catalog.metric_names(run)))
     records = _records(there, metric, direction) if direction else set()
-    best = ranked(catalog.metric_values(run, metric), direction)[:1] if direction else []
+    winner = best(catalog.metric_values(run, metric), direction) if direction else None
     return History(
         run=run,
         metric=metric,
@@ -76,7 +76,7 @@ def history(catalog: Catalog, run: str, metric: str) -> History:
             Point(version=version, value=version.metrics[metric], improved=version.id in records)
             for version in versions
         ),
-        best=best[0] if best else "",
+        best=winner or "",
         head=info.head,
     )
 
@@ -107,16 +107,27 @@ def top(
         `n` is below 1, or the direction of the metric is not known.
     """
     direction = {**(directions or {}), **catalog.run(run).metrics}.get(metric)
-    if n < 1 or direction is None:
-        msg = f"n={n}" if n < 1 else f"it is not known whether {metric!r} is better low or high"
-        fix = (
-            "from 1 on" if n < 1 else f"store.run({run!r}, metrics={{{metric!r}: 'min'}}) or 'max'"
-        )
+    if n < 1:
+        raise InvalidInputError(f"n={n}", hint="from 1 on")
+    if direction is None:
+        msg = f"it is not known whether {metric!r} is better low or high"
+        fix = f"store.run({run!r}, metrics={{{metric!r}: 'min'}}) or 'max'"
         raise InvalidInputError(msg, hint=fix)
     low, high = steps
     high = limits.STEP_MAX if high is None else high
     values = [each for each in catalog.metric_values(run, metric) if low <= each[1] <= high]
     return [catalog.version(version_id) for version_id in ranked(values, direction)[:n]]
+
+
+def best_marks(catalog: Catalog, runs: Iterable[RunInfo]) -> dict[str, set[str]]:
+    """Return, by version id, the declared metrics that the version is the best of its run by."""
+    marks: dict[str, set[str]] = {}
+    for run in runs:
+        for metric, direction in run.metrics.items():
+            winner = best(catalog.metric_values(run.name, metric), direction)
+            if winner is not None:
+                marks.setdefault(winner, set()).add(metric)
+    return marks
 
 
 def _records(versions: list[Version], metric: str, direction: Direction) -> set[str]:

@@ -19,23 +19,19 @@ Part = Literal["full", "weights", "record"]
 LEVEL_FLAGS: Final = {"full": 0, "weights": Flag.WEIGHTS_ONLY, "record": Flag.RECORD_ONLY}
 """Flags of a row by what is kept."""
 
-_STORED: Final[dict[Level, tuple[Part, str]]] = {
+STORED: Final[dict[Level, tuple[Part, str]]] = {
     "record": ("record", ""),
     "weights-int8": ("weights", "int8"),
     "weights-bf16": ("weights", "bf16"),
     "weights": ("weights", ""),
     "full": ("full", ""),
 }
-LEVELS: Final = tuple(_STORED)
+"""Level to the part that it keeps and the encoding of its weights, as in the log."""
+LEVELS: Final = tuple(STORED)
 """From the least that is kept to the most."""
 _ROUNDED: Final[dict[str, Level]] = {
-    encoding: level for level, (_, encoding) in _STORED.items() if encoding
+    encoding: level for level, (_, encoding) in STORED.items() if encoding
 }
-
-
-def parts_of_level(level: Level) -> tuple[Part, str]:
-    """Return the part that a level keeps and the encoding of its weights, as in the log."""
-    return _STORED[level]
 
 
 def level_of(row: VersionRow) -> Level:

@@ -20,7 +20,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions
-from ckptstore.catalog.rows import pins_of
+from ckptstore.catalog.rows import newest, pins_of
 from ckptstore.catalog.run_ops import Save, check_not_condemned, there
 from ckptstore.catalog.state import Fold, Op, RunState
 from ckptstore.chunking import batches
@@ -113,12 +113,8 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
 
 def _newest(fold: Fold, ids: Iterable[str]) -> str:
     """Return the newest version that is there, abandoned ones last; empty if none is."""
-    left = [fold.versions[version_id] for version_id in ids]
-    left = [row for row in left if not row.flags & Flag.DELETED][::-1]
-    if not left:
-        return ""
-    # Of records that came in one commit the last is the newest, which is the first found here.
-    return max(left, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit)).id
+    found = newest(fold.versions[version_id] for version_id in ids)
+    return "" if found is None else found.id
 
 
 class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
@@ -170,9 +166,8 @@ class Unpin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="unpin"):
         """Remove the pin of one store, or all."""
         row = fold.version(self.version)
         # One without a store ends them all: so do readers that do not know the field.
-        _set_pins(
-            fold, row, [store for store in pins_of(row) if self.store and store != self.store]
-        )
+        left = [store for store in pins_of(row) if self.store and store != self.store]
+        _set_pins(fold, row, left)
 
 
 def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:

@@ -166,8 +166,10 @@ class Log:
             if isinstance(record, Unread):
                 self._tell(_end(record, records, max(listed)), writing=whole)
                 return
-            if record.follows == 0 or previous:
-                _check_chain(record, previous)
+            if record.body.previous != previous and (record.follows == 0 or previous):
+                msg = f"the history was changed: {record.key} does not follow the commit before it"
+                hint = "restore the log from a replica or a backup"
+                raise errors.CorruptObjectError(msg, hint=hint)
             previous = record.digest
             yield record
 
@@ -331,9 +333,8 @@ class Log:
         if own is not None and own.number != commit.number - 1:
             raise _two_writers(f"commit {commit.number - 1} is not by this one")
         if own is not None and self._reader.read(own.number).digest != own.digest:
-            raise _two_writers(
-                f"{own.key} was replaced", "stop the other writer; run ckptstore verify"
-            )
+            hint = "stop the other writer; run ckptstore verify"
+            raise _two_writers(f"{own.key} was replaced", hint)
         self._check_free(commit)
         failure: errors.StorageError | None = None
         try:
@@ -439,12 +440,6 @@ def _end(record: Unread, later: Iterable[Commit | Unread], last: int) -> Damaged
         if one.missing:
             free = min(free, one.number)
     return DamagedEnd(record.number, free, record.error)
-
-
-def _check_chain(commit: Commit, previous: str) -> None:
-    if commit.body.previous != previous:
-        msg = f"the history was changed: {commit.key} does not follow the commit before it"
-        raise errors.CorruptObjectError(msg, hint="restore the log from a replica or a backup")
 
 
 def _two_writers(why: str, hint: str = "stop the other writer") -> errors.CommitConflictError:

@@ -102,15 +102,13 @@ def resolve(
         _missing(ref, f"run {ref.run!r} has no version yet", "")
     if ref.kind == "step":
         found = catalog.by_step(ref.run, ref.number)
-        return found or _missing(
-            ref, f"run {ref.run!r} has no step {ref.number}", _nearest(catalog, ref)
-        )
+        what = f"run {ref.run!r} has no step {ref.number}"
+        return found or _missing(ref, what, _nearest(catalog, ref))
     if ref.kind == "tag":
         meant = get_close_matches(ref.value, ["latest", "latest-valid"], 1, 0.8) or info.tags
         found = catalog.by_tag(ref.run, ref.value)
-        return found or _missing(
-            ref, f"run {ref.run!r} has no tag {ref.value!r}", did_you_mean(ref.value, meant)
-        )
+        what = f"run {ref.run!r} has no tag {ref.value!r}"
+        return found or _missing(ref, what, did_you_mean(ref.value, meant))
     if ref.kind == "best":
         return _best(catalog, ref, {**(directions or {}), **info.metrics})
     return _back(catalog, ref, info.head)
@@ -219,7 +217,8 @@ def _by_id(catalog: Catalog, ref: Ref) -> Version:
 
 def _best(catalog: Catalog, ref: Ref, directions: Mapping[str, Direction]) -> Version:
     every = list(catalog.metric_values(ref.run, ref.value))
-    values = [each for each in every if _within(each[1], ref)]
+    high = limits.STEP_MAX if ref.step_max is None else ref.step_max
+    values = [each for each in every if ref.step_min <= each[1] <= high]
     if every and not values:
         steps = sorted(step for _, step, _ in every)
         hint = f"those with {ref.value!r} have steps {steps[0]} to {steps[-1]}"
@@ -237,10 +236,6 @@ def _best(catalog: Catalog, ref: Ref, directions: Mapping[str, Direction]) -> Ve
     if winner is None:
         _missing(ref, f"every value of {ref.value!r} is NaN", "")
     return catalog.version(winner)
-
-
-def _within(step: int, ref: Ref) -> bool:
-    return ref.step_min <= step and (ref.step_max is None or step <= ref.step_max)
 
 
 def _back(catalog: Catalog, ref: Ref, head: str) -> Version:

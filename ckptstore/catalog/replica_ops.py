@@ -17,7 +17,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog import content_ops, lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Part, level_of, parts_of_level
+from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, STORED, Part, level_of
 from ckptstore.catalog.lifecycle_ops import Fork, Ids
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.chunking import batches
@@ -306,7 +306,7 @@ def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -
 
 
 def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: bool) -> Replicate:
-    level, encoding = parts_of_level("record" if arrival is None else version.level)
+    level, encoding = STORED["record" if arrival is None else version.level]
     roles = version.roles if arrival is None else arrival.roles
     # Only of the store that it was read back in does a receipt say so.
     about_another = (CHECKED_KEY, UNCHECKED_KEY)
@@ -367,14 +367,9 @@ def _new_directions(target: Catalog, source: Catalog, name: str) -> dict[str, st
 def _metrics(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
     for version_id, there, here in source.other_metrics(target, name):
         room = limits.METRICS_MAX - len(here)
-        new = [metric for metric in there if metric not in here]
-        fresh = {
-            metric: there[metric]
-            for metric in there
-            if metric in here and not _same(here[metric], there[metric])
-        }
-        fresh.update((metric, there[metric]) for metric in new[:room])
-        if fresh:
+        new = [item for item in there.items() if item[0] not in here]
+        changed = {m: value for m, value in there.items() if not _same(here.get(m, value), value)}
+        if fresh := changed | dict(new[:room]):
             yield from run_ops.annotate(target, version_id, fresh)
 
 

@@ -173,7 +173,7 @@ def plan_run(
     """
     policy.check()
     try:
-        return _Planning(catalog, run, policy, times=times, free=free).plan()
+        return _Planning(catalog, run, policy, times, free).plan()
     except InvalidInputError as error:
         return _untouched(catalog, run, policy=policy, refused=str(error))
 
@@ -190,7 +190,7 @@ def chosen_by(catalog: Catalog, run: str, policy: Policy, *, times: Times) -> li
     InvalidInputError
         A rule does not fit the run: the metric has no direction, say.
     """
-    planning = _Planning(catalog, run, policy, times=times)
+    planning = _Planning(catalog, run, policy, times, None)
     chosen = planning.matched("full")
     return [version for version in planning.versions if version.id in chosen]
 
@@ -235,13 +235,7 @@ class _Planning:
     """One run and one policy."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        run: str,
-        policy: Policy,
-        *,
-        times: Times,
-        free: Container[str] | None = None,
+        self, catalog: Catalog, run: str, policy: Policy, times: Times, free: Container[str] | None
     ) -> None:
         self.versions = list(catalog.versions(run))
         """Oldest first."""

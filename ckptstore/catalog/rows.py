@@ -12,13 +12,14 @@ import msgspec
 
 from ckptstore.catalog.levels import level_of
 from ckptstore.catalog.state import RunState, State
-from ckptstore.errors import CorruptObjectError, InvalidInputError
+from ckptstore.errors import InvalidInputError
 from ckptstore.format import names, snapshot
 from ckptstore.format.snapshot import Flag, VersionRow
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 _HEX: Final = re.compile(r"[0-9a-f]*")
 _ID_CHARS: Final = 32
+_METADATA: Final = msgspec.json.Decoder(dict[str, object])
 
 
 def build_run(run: RunState, rows: Mapping[str, VersionRow]) -> RunInfo:
@@ -61,7 +62,7 @@ def build_version(row: VersionRow, tags: tuple[str, ...]) -> Version:
         tags=tags,
         parent=row.parent,
         created_at=datetime.fromtimestamp(row.at_ms / 1000, UTC),
-        metadata=_metadata(row, details.metadata),
+        metadata=snapshot.decoded(_METADATA.decode, details.metadata, "metadata", row),
         roles={
             role: RoleBytes(logical=logical, new=new, stored=stored)
             for role, (logical, new, stored) in details.roles.items()
@@ -84,14 +85,6 @@ def build_version(row: VersionRow, tags: tuple[str, ...]) -> Version:
     )
 
 
-def _metadata(row: VersionRow, data: bytes) -> dict[str, object]:
-    try:
-        return {} if data == b"{}" else msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        msg = f"the catalog snapshot has damaged metadata for version {row.id}: {error}"
-        raise CorruptObjectError(msg) from error
-
-
 def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
     """Return the tags of runs by the id of the version that they name, in alphabetical order."""
     found: dict[str, list[str]] = {}
@@ -99,6 +92,13 @@ def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
         for tag, version_id in run.tags.items():
             found.setdefault(version_id, []).append(tag)
     return {version_id: tuple(sorted(tags)) for version_id, tags in found.items()}
+
+
+def newest(rows: Iterable[VersionRow]) -> VersionRow | None:
+    """Return the newest row that is not deleted, an abandoned one only where all are."""
+    left = [row for row in rows if not row.flags & Flag.DELETED]
+    left.reverse()  # of records that came in one commit the last is the newest
+    return max(left, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit), default=None)
 
 
 def pins_of(row: VersionRow) -> tuple[str, ...]:
@@ -109,13 +109,13 @@ def pins_of(row: VersionRow) -> tuple[str, ...]:
 def snapshot_of(state: State) -> snapshot.SnapshotBody:
     """Return the content of a snapshot of a state."""
     fields = snapshot.RunRow.__struct_fields__
+    runs = [
+        snapshot.RunRow(*(getattr(run, name) for name in fields)) for run in state.runs.values()
+    ]
     return snapshot.SnapshotBody(
         state.number,
         state.digest,
-        [
-            snapshot.RunRow(*(getattr(run, field) for field in fields))
-            for run in state.runs.values()
-        ],
+        runs,
         list(state.versions.values()),
         state.condemned,
         state.policy,

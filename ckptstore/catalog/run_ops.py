@@ -160,9 +160,8 @@ class Annotate(Measured, frozen=True, kw_only=True, tag="annotate"):
         metrics = {**snapshot.decode_metrics(row), **self.floats}
         if len(metrics) > limits.METRICS_MAX:
             raise fold.broken(f"version {row.id} has more than {limits.METRICS_MAX} metrics")
-        fold.versions[row.id] = msgspec.structs.replace(
-            row, metrics=snapshot.encode_metrics(metrics)
-        )
+        encoded = snapshot.encode_metrics(metrics)
+        fold.versions[row.id] = msgspec.structs.replace(row, metrics=encoded)
 
 
 class Tag(Op, frozen=True, kw_only=True, tag="tag"):

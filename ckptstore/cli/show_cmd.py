@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.catalog.best_marks import best_marks
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.history import best_marks
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, Utc

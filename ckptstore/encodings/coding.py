@@ -118,36 +118,6 @@ def cast_elements(
         target[at : at + len(part)] = casts.recast(source_dtype, dtype, part, rounding)
 
 
-def _rescale(
-    code: str,
-    block: int,
-    dtype: str,
-    start: int,
-    codes: memoryview,
-    scales: memoryview,
-    out: memoryview,
-    rounding: casts.Rounding | None,
-) -> None:
-    """Look each element up in the book of its code, and multiply it by the scale of its block."""
-    target = np.frombuffer(out, casts.raw_dtype(dtype))
-    places = np.frombuffer(codes, np.uint8)
-    sizes = np.frombuffer(scales, np.dtype("<f4"))
-    first = start // block
-    blocks = -(-(start + len(places)) // block) - first if len(places) else 0
-    if len(places) != len(target) or blocks > len(sizes):
-        raise ValueError(f"{len(places)} codes and {len(sizes)} scales for {len(target)} elements")
-    book = _BOOKS[code]
-    for at in range(0, len(places), _STEP):
-        step = places[at : at + _STEP]
-        low, high = start + at, start + at + len(step)
-        touched = np.arange(low // block, -(-high // block))
-        counts = np.minimum((touched + 1) * block, high) - np.maximum(touched * block, low)
-        values = book(step)
-        with np.errstate(all="ignore"):  # a hostile scale may be anything
-            values *= np.repeat(sizes[touched - first], counts)
-        target[at : at + len(step)] = casts.from_float32(dtype, values, rounding)
-
-
 _E4M3FN_MAX: Final = 464.0
 """What is larger would not be rounded to 448, the largest value, if there were a next one."""
 _SCALE_MAX: Final = float(np.finfo(np.float32).max)

@@ -47,11 +47,12 @@ class Blocks:
         ``int64[boxes, 2, dimensions]``: offsets and sizes.
     """
 
-    __slots__ = ("_table",)
+    __slots__ = ("table",)
 
     def __init__(self, table: npt.NDArray[np.int64]) -> None:
-        self._table = table
-        self._table.flags.writeable = False
+        self.table: npt.NDArray[np.int64] = table
+        """Offsets and sizes, ``int64[boxes, 2, dimensions]``; not to be written to."""
+        self.table.flags.writeable = False
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> Blocks:
@@ -71,27 +72,22 @@ class Blocks:
 
     def encode(self) -> bytes:
         """Return the stored form: per box its offsets, then its sizes, u64 each."""
-        return self._table.astype("<u8").tobytes()
-
-    @property
-    def table(self) -> npt.NDArray[np.int64]:
-        """``int64[boxes, 2, dimensions]``, not to be written to."""
-        return self._table
+        return self.table.astype("<u8").tobytes()
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._table)
+        return len(self.table)
 
     def __iter__(self) -> Iterator[Block]:
         """Iterate in stored order."""
-        for offsets, sizes in self._table.tolist():
+        for offsets, sizes in self.table.tolist():
             yield Block(tuple(offsets), tuple(sizes))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Blocks) and np.array_equal(self._table, other._table)
+        return isinstance(other, Blocks) and np.array_equal(self.table, other.table)
 
     def __hash__(self) -> int:
-        return hash(self._table.tobytes())
+        return hash(self.table.tobytes())
 
     def __repr__(self) -> str:
         return f"<Blocks {len(self)}>"

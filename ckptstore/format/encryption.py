@@ -15,12 +15,11 @@ import msgspec
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.fields import By, ChunkBytes, CommitNumber, Id, TimeMs
-from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
+from ckptstore.format.framing import decode_record, encode_envelope
 
 FEATURE: Final = "encrypted-v1"
 """The required feature of a superblock with :class:`Encryption`."""
 
-_MAGIC: Final = "ckptstore-keys"
 FORMAT: Final = 2
 """Of records that are written; those of format 1 have no seal."""
 
@@ -76,9 +75,6 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     in format 1, which has none."""
 
 
-_DECODER: Final = msgspec.json.Decoder(KeyRecord)
-
-
 def encode_key_record(record: KeyRecord) -> bytes:
     """Return the object.
 
@@ -105,18 +101,12 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
     FormatError
         It is no such record.
     """
-    raw, _ = decode_envelope(data, where=where)
-    try:
-        record = _DECODER.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        check_kind_and_format(
-            raw, magic=_MAGIC, format_max=FORMAT, where=where, unlike="is no record of keys"
-        )
-        raise CorruptObjectError(f"{where} is no record of keys: {error}") from error
+    unlike = "is no record of keys"
+    refusal = f"{where} {unlike}"
+    record = decode_record(KeyRecord, data, where=where, unlike=unlike, refusal=refusal)
     wants_seal = record.format > 1
-    if wants_seal is not bool(record.seal) or (
-        not wants_seal and any(slot.sealed for slot in record.slots)
-    ):
+    sealed = any(slot.sealed for slot in record.slots)
+    if wants_seal is not bool(record.seal) or (sealed and not wants_seal):
         msg = f"{where} has format {record.format}, and a seal that does not go with it"
         raise CorruptObjectError(msg)
     return record

@@ -23,7 +23,8 @@ decompressed, so that no record can ask for more memory than its reader allows.
 from __future__ import annotations
 
 import struct
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import msgspec
 import zstandard
@@ -32,6 +33,11 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, FormatError, LimitError, UnsupportedFeatureError
 from ckptstore.hashing import DIGEST_HEX_CHARS, Buffer, blake3_digest, blake3_hex
 
+S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
+
+UNDECODABLE: Final = (msgspec.DecodeError, RecursionError, UnicodeError)
+"""Errors of msgspec's decoders for hostile data."""
 _BODY: Final = b'{"body":'
 _DIGEST: Final = b',"blake3":"'
 _END: Final = b'"}\n'
@@ -39,6 +45,7 @@ _TAIL_BYTES: Final = len(_DIGEST) + DIGEST_HEX_CHARS + len(_END)
 
 _HEADER: Final = struct.Struct("<8sHHIQQ32s")
 FRAME_HEADER_BYTES: Final = _HEADER.size
+_FORMAT: Final = 1
 
 _ZSTD_RAW: Final = struct.Struct("<IBQ")
 _ZSTD_MAGIC: Final = 0xFD2FB528
@@ -84,29 +91,47 @@ def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
     return body, digest
 
 
-def check_kind_and_format(
-    body: bytes, *, magic: str, format_max: int, where: str, unlike: str
-) -> None:
-    """Tell, of a body that is not as it should be, what is no damage; return where it is.
+def decode_record(
+    kind: type[S], data: bytes, *, where: str, unlike: str, refusal: str, hint: str = ""
+) -> S:
+    """Check an envelope, and parse the JSON record in it.
 
     Parameters
     ----------
-    body
-        JSON text out of an envelope, with fields ``magic`` and ``format``.
+    kind
+        A structure; the defaults of its fields ``magic`` and ``format`` are the only magic and the
+        newest format that are accepted.
     unlike
-        What to say of one with another magic, such as ``is no superblock``.
+        What to say of a record with another magic, such as ``is no superblock``.
+    refusal, hint
+        Begin of the message about a damaged record, and its hint.
 
     Raises
     ------
+    CorruptObjectError
+        The digest, a type or a limit is wrong.
     FormatError
         It is a record of another kind.
     UnsupportedFeatureError
         A newer version made it.
     """
+    body, _ = decode_envelope(data, where=where)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as error:
+        known = {field.name: field.default for field in msgspec.structs.fields(kind)}
+        _check_kind_and_format(body, known["magic"], known["format"], where, unlike)
+        raise CorruptObjectError(f"{refusal}: {error}", hint=hint) from error
+
+
+def _check_kind_and_format(
+    body: bytes, magic: str, format_max: int, where: str, unlike: str
+) -> None:
+    """Raise if a record is sound, but of another kind or of a later format."""
     try:
         loose = msgspec.json.decode(body)
         found, version = loose["magic"], loose["format"]
-    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
+    except (*UNDECODABLE, KeyError, TypeError):
         return
     if found != magic:
         raise FormatError(f"{where} {unlike}: its magic is {str(found)[:40]!r}")
@@ -115,14 +140,21 @@ def check_kind_and_format(
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
 
 
-def encode_frame(
-    magic: bytes,
-    payload: Buffer,
-    *,
-    format_version: int = 1,
-    flags: int = 0,
-    level: int = limits.RECORD_ZSTD_LEVEL,
-) -> bytes:
+def parsed(decode: Callable[[bytes], T], raw: bytes, refusal: str) -> T:
+    """Return what a decoder makes of a record.
+
+    Raises
+    ------
+    CorruptObjectError
+        It refuses the record; the message begins with `refusal`.
+    """
+    try:
+        return decode(raw)
+    except UNDECODABLE as error:
+        raise CorruptObjectError(f"{refusal}: {error}") from error
+
+
+def encode_frame(magic: bytes, payload: Buffer, *, flags: int = 0) -> bytes:
     """Compress `payload` and put the 64-byte header before it.
 
     Raises
@@ -133,13 +165,13 @@ def encode_frame(
     if len(magic) != 8:
         raise LimitError(f"a magic has 8 bytes, not {len(magic)}")
     raw_len = memoryview(payload).nbytes
-    stored = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(payload)
+    stored = zstandard.ZstdCompressor(limits.RECORD_ZSTD_LEVEL, write_content_size=True).compress(
+        payload
+    )
     if not _ratio_allowed(raw_len, len(stored)):
         stored = _uncompressed(payload)  # a reader would take it for a bomb
-    header = _HEADER.pack(
-        magic, format_version, flags, 0, raw_len, len(stored), blake3_digest(stored)
-    )
-    return header + stored
+    digest = blake3_digest(stored)
+    return _HEADER.pack(magic, _FORMAT, flags, 0, raw_len, len(stored), digest) + stored
 
 
 def frame_flags(data: Buffer) -> int:
@@ -149,13 +181,7 @@ def frame_flags(data: Buffer) -> int:
 
 
 def decode_frame(
-    magic: bytes,
-    data: Buffer,
-    *,
-    where: str,
-    raw_bytes_max: int,
-    format_max: int = 1,
-    flags_known: int = 0,
+    magic: bytes, data: Buffer, *, where: str, raw_bytes_max: int, flags_known: int = 0
 ) -> bytes:
     """Check what :func:`encode_frame` made and return its payload, decompressed.
 
@@ -169,8 +195,6 @@ def decode_frame(
         The object's key, for errors.
     raw_bytes_max
         Most bytes that the payload may decompress to.
-    format_max
-        Highest format that the caller reads; the lowest is 1.
     flags_known
         Bits that the caller understands.
 
@@ -192,7 +216,7 @@ def decode_frame(
         raise CorruptObjectError(msg)
     if blake3_digest(stored) != digest:
         raise CorruptObjectError(f"{where} does not match its digest")
-    if not 1 <= version <= format_max or flags & ~flags_known:
+    if version != _FORMAT or flags & ~flags_known:
         msg = f"{where} has format {version} and flags {flags:#x}"
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore wrote it: upgrade")
     if raw_len > raw_bytes_max or not _ratio_allowed(raw_len, stored_len):
@@ -222,9 +246,8 @@ def _decompress(stored: memoryview, raw_len: int, where: str) -> bytes:
         if zstandard.frame_content_size(stored) != raw_len:
             msg = f"{where}: the compressed data declares another length than the header"
             raise CorruptObjectError(msg)
-        payload = zstandard.ZstdDecompressor().decompress(
-            stored, max_output_size=raw_len, allow_extra_data=False
-        )
+        read = zstandard.ZstdDecompressor().decompress
+        payload = read(stored, max_output_size=raw_len, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptObjectError(f"{where} cannot be decompressed: {error}") from error
     if len(payload) != raw_len:

@@ -46,18 +46,10 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.collector_pause import collector_paused
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format import framing
+from ckptstore.format import framing, tables
 from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.tables import (
-    BASE_ROLE,
-    PieceTable,
-    Recipe,
-    Stored,
-    TensorRecord,
-    bases_problem,
-    recipe_problem,
-)
+from ckptstore.format.tables import PieceTable, Recipe, Stored, TensorRecord
 
 __all__ = [
     "FLAG_BASES", "FLAG_BLOCKS", "FLAG_RECIPES", "MAGIC", "Manifest", "PieceTable",
@@ -208,7 +200,8 @@ def tensors_of(
 
 def bases_record(size: int) -> TensorRecord:
     """Return the record that stands for `size` bytes of what deltas refer to."""
-    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=BASE_ROLE, nbytes=size)
+    role = tables.BASE_ROLE
+    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=role, nbytes=size)
 
 
 def without_bases(
@@ -225,9 +218,7 @@ def without_bases(
     if tensors and tensors[-1] == bases_record(tensors[-1].nbytes) and pieces.base is not None:
         problem = "a recipe that is made of bases"
         if not any(len(tensors) - 1 in r.recipe.sources for r in tensors if r.recipe):
-            problem = bases_problem(
-                pieces.base, pieces.raw, pieces.inner, pieces.slab, own=first[-2], ids=pieces.ids
-            )
+            problem = tables.bases_problem(pieces.base, pieces, own=first[-2])
     if problem:
         raise corrupt(where, f"deltas: {problem}")
     return tensors[:-1], first[:-1]
@@ -243,7 +234,7 @@ def _add_recipes(body: ManifestBody, records: list[TensorRecord], where: str) ->
         records[place] = replace(records[place], recipe=recipe)
         last = place
     for place, *_ in body.recipes:
-        if problem := recipe_problem(place, records):
+        if problem := tables.recipe_problem(place, records):
             raise corrupt(where, f"tensor {place} follows from {problem}")
 
 
@@ -340,15 +331,14 @@ def encode(manifest: Manifest) -> bytes:
     LimitError
         If a reader would refuse it, for its size or for anything else.
     """
-    tensors = [*manifest.tensors, *_bases_records(manifest)]
+    bases = _bases_records(manifest)  # one, which has the last pieces, or none
+    tensors = [*manifest.tensors, *bases]
     dtypes = sorted({record.dtype for record in tensors})
     roles = sorted({record.role for record in tensors})
     dtype_at = {name: place for place, name in enumerate(dtypes)}
     role_at = {name: place for place, name in enumerate(roles)}
     table = manifest.pieces
-    borders = (
-        manifest.first if len(tensors) == len(manifest.tensors) else (*manifest.first, len(table))
-    )
+    borders = (*manifest.first, *(len(table) for _ in bases))
     counts = [last - start for start, last in itertools.pairwise(borders)]
     body: dict[str, Any] = {
         "version": manifest.version,
@@ -447,7 +437,7 @@ def _unpacked(decoder: msgspec.msgpack.Decoder[_Record], data: bytes, where: str
     )
     try:
         return decoder.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except framing.UNDECODABLE as error:
         raise corrupt(where, f"not a manifest: {error}") from error
 
 

@@ -11,8 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError
-from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
+from ckptstore.format.framing import decode_record, encode_envelope
 
 FORMAT: Final = 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=limits.COMMIT_NUMBER_MAX)]
@@ -29,9 +28,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """Of the newest catalog snapshot; 0 for none."""
     key_record: Number = 0
     """Of the newest record of keys; 0 for a store that is not encrypted."""
-
-
-_DECODER: Final = msgspec.json.Decoder(Published)
 
 
 def encode_published(published: Published) -> bytes:
@@ -51,15 +47,5 @@ def decode_published(data: bytes, *, where: str) -> Published:
     FormatError
         If it is a record of another kind.
     """
-    body, _ = decode_envelope(data, where=where)
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        check_kind_and_format(
-            body,
-            magic="ckptstore-published",
-            format_max=FORMAT,
-            where=where,
-            unlike="is no index of a published store",
-        )
-        raise CorruptObjectError(f"{where}: {error}", hint="publish the store again") from error
+    unlike, hint = "is no index of a published store", "publish the store again"
+    return decode_record(Published, data, where=where, unlike=unlike, refusal=where, hint=hint)

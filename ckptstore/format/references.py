@@ -16,7 +16,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.fields import Count
-from ckptstore.format.framing import decode_frame, encode_frame
+from ckptstore.format.framing import decode_frame, encode_frame, parsed
 
 MAGIC: Final = b"CKPTREFS"
 _DIGEST_BYTES: Final = 32
@@ -85,10 +85,7 @@ def decode_references(data: bytes, *, where: str) -> References:
         If it has a newer format.
     """
     raw = decode_frame(MAGIC, data, where=where, raw_bytes_max=limits.REFERENCES_BYTES_MAX)
-    try:
-        body = _BODY.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise CorruptObjectError(f"{where} is not a reference record: {error}") from error
+    body = parsed(_BODY.decode, raw, f"{where} is not a reference record")
     digests, ids = _cut(body.manifests, _DIGEST_BYTES), _cut(body.packs, _ID_BYTES)
     packs = dict(zip([one.hex() for one in ids], body.live_bytes, strict=False))
     if (

@@ -68,10 +68,10 @@ class _Checker:
             start = SEQUENCES[tag]
             if tag == "q":
                 _require(len(node) > 1, path, "a deque has no maxlen")
-                _require(node[1] is None or _is_size(node[1]), path, "a deque's maxlen is no size")
-                _require(
-                    node[1] is None or len(node) - 2 <= node[1], path, "a deque passes its maxlen"
-                )
+                most = node[1]
+                _require(most is None or _is_size(most), path, "a deque's maxlen is no size")
+                fits = most is None or len(node) - 2 <= most
+                _require(fits, path, "a deque passes its maxlen")
             for position, item in enumerate(node[start:]):
                 self.check(item, (*path, position), depth + 1)
         else:
@@ -147,9 +147,8 @@ class _Checker:
             raise _bad(path, "a view's offset, shape or strides have the wrong type")
         item = ITEM_BYTES[str(dtype)]
         _require(len(shape) == len(strides), path, "a view's shape and strides differ in length")
-        _require(
-            0 <= offset <= size and offset % item == 0, path, "a view's offset is out of range"
-        )
+        inside = 0 <= offset <= size and offset % item == 0
+        _require(inside, path, "a view's offset is out of range")
         last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         if 0 not in shape:
             _require(offset + (last + 1) * item <= size, path, "a view reaches past its tensor")

@@ -8,15 +8,17 @@ a large catalog does not build millions of small objects.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import fields
 from ckptstore.format.fields import CommitNumber, Count, Id, IdOrEmpty, TimeMs
-from ckptstore.format.framing import decode_frame, encode_frame
+from ckptstore.format.framing import UNDECODABLE, decode_frame, encode_frame, parsed
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
 T = TypeVar("T")
@@ -40,30 +42,26 @@ class Flag:
     ALL: Final = 127
 
 
-RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+RawDigest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True):
     """The fields of a version that listings and refs do not look at."""
 
-    manifest_key: Annotated[str, msgspec.Meta(pattern=MANIFEST_KEY_PATTERN)]
+    manifest_key: Annotated[str, Meta(pattern=MANIFEST_KEY_PATTERN)]
     manifest_bytes: Count
     manifest_digest: RawDigest
     content: RawDigest
-    roles: Annotated[
-        dict[str, tuple[Count, Count, Count]], msgspec.Meta(max_length=limits.ROLES_MAX)
-    ]
+    roles: Annotated[dict[str, tuple[Count, Count, Count]], Meta(max_length=limits.ROLES_MAX)]
     """Role to logical, new and stored bytes."""
-    receipt: Annotated[dict[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)]
-    metadata: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)]
+    receipt: Annotated[dict[str, float], Meta(max_length=limits.RECEIPT_ENTRIES_MAX)]
+    metadata: Annotated[bytes, Meta(max_length=limits.METADATA_BYTES_MAX)]
     """The user's JSON object."""
     origin: IdOrEmpty = ""
     """Id of the store that it was first saved in; empty for this one."""
-    replicas: Annotated[tuple[Id, ...], msgspec.Meta(max_length=limits.REPLICAS_MAX)] = ()
+    replicas: Annotated[tuple[Id, ...], Meta(max_length=limits.REPLICAS_MAX)] = ()
     """Ids of other stores that have it, in the order in which that was noted."""
-    pinned_by: Annotated[
-        tuple[IdOrEmpty, ...], msgspec.Meta(max_length=limits.REPLICAS_MAX + 1)
-    ] = ()
+    pinned_by: Annotated[tuple[IdOrEmpty, ...], Meta(max_length=limits.REPLICAS_MAX + 1)] = ()
     """With ``PINNED``: ids of the stores that it is kept for, and an empty one if it is pinned for
     this store too. None at all: for this store alone."""
 
@@ -89,7 +87,7 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """MessagePack map of name to float, see :func:`decode_metrics`."""
     details: bytes
     """MessagePack of :class:`Details`, see :func:`decode_details`."""
-    flags: Annotated[int, msgspec.Meta(ge=0, le=Flag.ALL)] = 0
+    flags: Annotated[int, Meta(ge=0, le=Flag.ALL)] = 0
     """What has become of it: ``DELETED``, ``ABANDONED`` and so on."""
     encoding: fields.EncodingName = ""
     """With ``WEIGHTS_ONLY``: what the weights were rounded to, if they were."""
@@ -105,7 +103,7 @@ class RunRow(msgspec.Struct, array_like=True):
     tags: dict[str, Id]
     origin: IdOrEmpty = ""
     """The version that it was forked from."""
-    policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
+    policy: Annotated[bytes, Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
     """JSON, or empty."""
     held: bool = False
     """A rollback that was decided here moved its head last."""
@@ -117,17 +115,15 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
     number: CommitNumber
     digest: fields.Digest
     """Of the body of that commit."""
-    runs: Annotated[list[RunRow], msgspec.Meta(max_length=limits.SNAPSHOT_RUNS_MAX)]
+    runs: Annotated[list[RunRow], Meta(max_length=limits.SNAPSHOT_RUNS_MAX)]
     """In the order of their creation."""
-    versions: Annotated[list[VersionRow], msgspec.Meta(max_length=limits.SNAPSHOT_VERSIONS_MAX)]
+    versions: Annotated[list[VersionRow], Meta(max_length=limits.SNAPSHOT_VERSIONS_MAX)]
     """In the order of their commits."""
     condemned: dict[str, CommitNumber] = {}
     """Keys of objects that are to be deleted, and the commit that condemned each."""
-    policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
+    policy: Annotated[bytes, Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
     """JSON, or empty: for runs that have none."""
-    replicas: Annotated[
-        dict[str, tuple[str, Id]], msgspec.Meta(max_length=limits.REPLICAS_MAX)
-    ] = {}
+    replicas: Annotated[dict[str, tuple[str, Id]], Meta(max_length=limits.REPLICAS_MAX)] = {}
     """Name of a replica to where it is and the id of its store, in the order of their naming."""
 
 
@@ -135,7 +131,7 @@ _SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)
 _DETAILS: Final = msgspec.msgpack.Decoder(Details)
 _MANIFEST_KEY: Final = msgspec.msgpack.Decoder(_ManifestKey)
 _METRICS: Final[msgspec.msgpack.Decoder[dict[str, float]]] = msgspec.msgpack.Decoder(
-    Annotated[dict[str, float], msgspec.Meta(max_length=limits.METRICS_MAX)]
+    Annotated[dict[str, float], Meta(max_length=limits.METRICS_MAX)]
 )
 
 
@@ -165,10 +161,7 @@ def decode_snapshot(data: bytes, *, where: str) -> SnapshotBody:
         If it has a newer format.
     """
     raw = decode_frame(MAGIC, data, where=where, raw_bytes_max=limits.SNAPSHOT_RAW_BYTES_MAX)
-    try:
-        return _SNAPSHOT.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise CorruptObjectError(f"{where} is not a catalog snapshot: {error}") from error
+    return parsed(_SNAPSHOT.decode, raw, f"{where} is not a catalog snapshot")
 
 
 def encode_metrics(metrics: dict[str, float]) -> bytes:
@@ -184,7 +177,7 @@ def decode_metrics(row: VersionRow) -> dict[str, float]:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
-    return _decoded(_METRICS, row.metrics, "metrics", row)
+    return decoded(_METRICS.decode, row.metrics, "metrics", row)
 
 
 def decode_manifest_key(row: VersionRow) -> str:
@@ -195,7 +188,7 @@ def decode_manifest_key(row: VersionRow) -> str:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
-    return _decoded(_MANIFEST_KEY, row.details, "details", row).manifest_key
+    return decoded(_MANIFEST_KEY.decode, row.details, "details", row).manifest_key
 
 
 def decode_details(row: VersionRow) -> Details:
@@ -206,13 +199,14 @@ def decode_details(row: VersionRow) -> Details:
     CorruptObjectError
         If the snapshot that the row came from holds something else there.
     """
-    return _decoded(_DETAILS, row.details, "details", row)
+    return decoded(_DETAILS.decode, row.details, "details", row)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str, row: VersionRow) -> T:
+def decoded(decode: Callable[[bytes], T], data: bytes, what: str, row: VersionRow) -> T:
+    """Return what a decoder makes of a part of a row; raise CorruptObjectError if it refuses it."""
     try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeError) as error:
+        return decode(data)
+    except UNDECODABLE as error:
         msg = f"the catalog snapshot has damaged {what} for version {row.id}: {error}"
         raise CorruptObjectError(msg) from error
 

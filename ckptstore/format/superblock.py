@@ -13,9 +13,8 @@ import msgspec
 from ckptstore import errors, limits
 from ckptstore.format.encryption import FEATURE, Encryption
 from ckptstore.format.fields import By, ChunkBytes, Id, TimeMs
-from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
+from ckptstore.format.framing import decode_record, encode_envelope
 
-MAGIC: Final = "ckptstore-store"
 FORMAT: Final = 1
 FEATURES_KNOWN: Final[frozenset[str]] = frozenset({FEATURE})
 """Required features that this version understands."""
@@ -46,9 +45,6 @@ class Superblock(msgspec.Struct, frozen=True, kw_only=True):
     """The probe's report, for people."""
     encryption: Encryption | None = None
     """With the feature ``encrypted-v1``: how everything but this and ``keys/`` is encrypted."""
-
-
-_DECODER: Final = msgspec.json.Decoder(Superblock)
 
 
 def encode_superblock(superblock: Superblock) -> bytes:
@@ -85,14 +81,8 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
     if len(data) > limits.SUPERBLOCK_BYTES_MAX:
         msg = f"{where} has {len(data)} bytes, more than {limits.SUPERBLOCK_BYTES_MAX}"
         raise errors.CorruptObjectError(msg)
-    raw, _ = decode_envelope(data, where=where)
-    try:
-        superblock = _DECODER.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        check_kind_and_format(
-            raw, magic=MAGIC, format_max=FORMAT, where=where, unlike="is not a store of ckptstore"
-        )
-        raise errors.CorruptObjectError(f"{where} is not a superblock: {error}") from error
+    unlike, refusal = "is not a store of ckptstore", f"{where} is not a superblock"
+    superblock = decode_record(Superblock, data, where=where, unlike=unlike, refusal=refusal)
     unknown = sorted({*superblock.features} - FEATURES_KNOWN)
     if unknown:
         msg = f"{where}: the store requires {', '.join(unknown)}"

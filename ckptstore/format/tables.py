@@ -47,18 +47,17 @@ BASE_ROLE: Final = "base"
 Column = npt.NDArray[np.uint32]
 
 
-def bases_problem(
-    base: Column, raw: Column, inner: Column, slab: Column, *, own: int, ids: npt.NDArray[np.uint8]
-) -> str:
+def bases_problem(base: Column, pieces: PieceTable, *, own: int) -> str:
     """Return why the bases of a table cannot be followed; empty if they can.
 
     Parameters
     ----------
-    base, raw, inner, slab, ids
-        Columns of the whole table.
+    base
+        Its column of bases, which is there.
     own
         How many rows are pieces of tensors; the others are the bases.
     """
+    raw, ids = pieces.raw, pieces.ids
     if bool((base[own:] != NO_BASE).any()):
         return "a base that is a delta itself"
     rows = np.flatnonzero(base[:own] != NO_BASE)
@@ -71,7 +70,7 @@ def bases_problem(
         return "a base that nothing needs"
     if bool((raw[rows] != raw[named]).any()):
         return "a base of another length"
-    if bool((inner[rows] != 0).any()) or bool((slab[rows] != raw[rows]).any()):
+    if bool((pieces.inner[rows] != 0).any()) or bool((pieces.slab[rows] != raw[rows]).any()):
         return "a delta that is a part of a chunk"
     if bool((ids[rows] == ids[named]).all(axis=1).any()):
         return "a delta of a piece to itself"

@@ -73,10 +73,7 @@ class _InMemory:
 
 def piece_in_memory(data: bytes | bytearray, dtype: str) -> PieceSource:
     """Return the source of one piece of a tensor, which is not cut further."""
+    size, payload = len(data), _InMemory(data)
     return PieceSource(
-        nbytes=len(data),
-        dtype=dtype,
-        itemsize=ITEM_BYTES[dtype],
-        row_bytes=len(data),
-        payload=_InMemory(data),
+        nbytes=size, dtype=dtype, itemsize=ITEM_BYTES[dtype], row_bytes=size, payload=payload
     )

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 from ckptstore import limits
 from ckptstore.catalog import retention
-from ckptstore.catalog.best_marks import best_marks
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.history import best_marks
 from ckptstore.catalog.levels import level_of
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.snapshot import Flag, VersionRow, decode_details, decode_metrics

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from ckptstore.catalog import retention
-from ckptstore.catalog.best_marks import best_marks
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Condemn, Swept, Verified
+from ckptstore.catalog.history import best_marks
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key
