@@ -92,7 +92,7 @@ def export(
 
             _tell_folder(output, version, export_universal(store, f"#{version.id}", path))
             return
-        from ckptstore.integrations.safetensors_export import export_safetensors
+        from ckptstore.integrations.safetensors_stream import export_safetensors
 
         done = export_safetensors(
             store,

@@ -213,10 +213,8 @@ def watched(
 
     optimizer: Any = accelerator._optimizers[0]
     hooks = [optimizer.optimizer.register_step_pre_hook(before_step)]
-    hooks += [
-        model.register_forward_pre_hook(before_forward, with_kwargs=True)
-        for model in accelerator._models[:1]
-    ]
+    first = accelerator._models[:1]
+    hooks += [one.register_forward_pre_hook(before_forward, with_kwargs=True) for one in first]
     _watches[accelerator] = witness
     try:
         yield witness

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints as states, and such states as checkpoints again.
+"""Reads DeepSpeed's universal checkpoints as states, and writes such versions as checkpoints again.
 
 A universal checkpoint holds a training with ZeRO 1, 2 or 3 independent of its number of ranks:
 below ``zero`` a folder for each parameter, with ``fp32.pt`` and a file for each state of the
@@ -18,16 +18,9 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
+from ckptstore import errors
 from ckptstore.backends.oserrors import translate
 from ckptstore.config import absolute_path
-from ckptstore.errors import (
-    ConflictError,
-    FormatError,
-    InvalidInputError,
-    PolicyError,
-    StateError,
-    TensorNotFoundError,
-)
 from ckptstore.integrations import file_kinds as kinds
 from ckptstore.integrations.pretrained_files import check_inside
 from ckptstore.jobs.job_outputs import replace_file
@@ -67,7 +60,7 @@ def find_universal(path: Path) -> Path | None:
             "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder"
             f" {path} --output_folder NEW; then import NEW"
         )
-        raise InvalidInputError(msg, hint=hint)
+        raise errors.InvalidInputError(msg, hint=hint)
     return None
 
 
@@ -103,7 +96,7 @@ def read_universal(folder: Path, read: Reader) -> tuple[dict[str, Any], int | No
     for each in sorted(entry for entry in (folder / ZERO).iterdir() if entry.is_dir()):
         files = sorted(each.glob("*.pt"))
         if len(files) > _MOST_KINDS:
-            raise FormatError(f"{each} holds {len(files)} files, and a parameter has a few")
+            raise errors.FormatError(f"{each} holds {len(files)} files, and a parameter has a few")
         for file in files:
             value, note = _parameter(file, read(file), shapes.get(each.name))
             notes.setdefault(each.name, {})[file.stem] = note
@@ -121,7 +114,7 @@ def _described(folder: Path, read: Reader) -> tuple[int | None, dict[str, torch.
     shapes: dict[str, torch.Size] = {}
     step = None
     for file in sorted(folder.glob(_MODEL_STATES))[:1]:
-        with suppress(PolicyError):  # classes of the training's own: a step must be given then
+        with suppress(errors.PolicyError):  # the training's own classes: a step must be given then
             about = read(file)
             found = about.get("global_steps") if isinstance(about, dict) else None
             step = found if type(found) is int and found >= 0 else None
@@ -137,12 +130,12 @@ def _parameter(file: Path, content: Any, shape: torch.Size | None) -> tuple[Any,
     note: dict[str, Any] = {"flat": False}
     if isinstance(content, dict):
         if PARAM not in content:
-            raise FormatError(f"{file} has no entry {PARAM!r}")
+            raise errors.FormatError(f"{file} has no entry {PARAM!r}")
         note["beside"] = {key: value for key, value in content.items() if key != PARAM}
         content = content[PARAM]
     if not isinstance(content, torch.Tensor):
         if type(content) not in (int, float):
-            raise FormatError(f"{file} holds a {type(content).__name__}, and no tensor")
+            raise errors.FormatError(f"{file} holds a {type(content).__name__}, and no tensor")
         return content, note
     content = content.detach()
     if shape is not None and content.ndim == 1 != len(shape) and content.numel() == shape.numel():
@@ -166,6 +159,8 @@ def _bytes(file: Path) -> torch.Tensor:
     kinds.check_beside(file, head, kinds.ARCHIVE, kinds.PICKLE, kinds.OTHER_PICKLE)
     return torch.from_file(str(file), size=size, dtype=torch.uint8)
 
+
+# --- export ---------------------------------------------------------------------------------------
 
 _NEEDED: Final = {KEPT: {"files", "notes"}, "optimizer": {"state"}}
 
@@ -196,7 +191,7 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
     version = store.resolve(ref)
     kept = _part(store, version, KEPT)
     if path.exists():
-        raise ConflictError(f"{path} is there already", hint="name a new folder")
+        raise errors.ConflictError(f"{path} is there already", hint="name a new folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as beside:
@@ -218,12 +213,12 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
 
 
 def _part(store: Store, version: Version, key: str) -> Any:  # a dict of its kind
-    with suppress(KeyError, TensorNotFoundError):
+    with suppress(KeyError, errors.TensorNotFoundError):
         found = store.load(f"#{version.id}", include=[key])[key]
         if isinstance(found, Mapping) and _NEEDED.get(key, set()) <= found.keys():
             return found
     msg = f"{version} has no such {key!r}: it is no universal checkpoint of DeepSpeed, or reduced"
-    raise StateError(msg, hint="its weights: ckptstore export REF NAME.safetensors")
+    raise errors.StateError(msg, hint="its weights: ckptstore export REF NAME.safetensors")
 
 
 def _write(folder: Path, notes: Mapping[str, Any], values: Iterator[tuple[str, str, Any]]) -> None:
@@ -241,7 +236,7 @@ def _new_file(folder: Path, name: str) -> Iterator[BinaryIO]:
     """Yield a file in the folder, durable after the block; refuse names that lead out of it."""
     target = folder / name
     if not target.resolve().is_relative_to(folder.resolve()):
-        raise InvalidInputError(f"the version names a file outside of the folder: {name!r}")
+        raise errors.InvalidInputError(f"the version names a file outside of the folder: {name!r}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("xb") as file:
         yield file

@@ -1,7 +1,7 @@
 """Files of other programs: import into a run, export from a version.
 
 The two directions are :mod:`ckptstore.integrations.file_import` (needs torch) and
-:mod:`ckptstore.integrations.safetensors_export` (does not), and are imported on first use.
+:mod:`ckptstore.integrations.safetensors_stream` (does not), and are imported on first use.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ckptstore.integrations.deepspeed import export_universal
     from ckptstore.integrations.file_import import import_file
     from ckptstore.integrations.folder_import import import_folder
-    from ckptstore.integrations.safetensors_export import Exported, export_safetensors
+    from ckptstore.integrations.safetensors_stream import Exported, export_safetensors
 
 __all__ = ["Exported", "export_safetensors", "export_universal", "import_file", "import_folder"]
 
 _LAZY = {
-    "Exported": "ckptstore.integrations.safetensors_export",
-    "export_safetensors": "ckptstore.integrations.safetensors_export",
+    "Exported": "ckptstore.integrations.safetensors_stream",
+    "export_safetensors": "ckptstore.integrations.safetensors_stream",
     "export_universal": "ckptstore.integrations.deepspeed",
     "import_file": "ckptstore.integrations.file_import",
     "import_folder": "ckptstore.integrations.folder_import",

@@ -104,9 +104,8 @@ def import_folder(
         if there is not None and there.metadata.get(SOURCE) != one.path.name:
             msg = f"{run}@{one.step} is there and was not imported from {one.path.name}"
             raise ConflictError(msg, hint="name another run")
-        done.append(
-            there
-            or import_file(
+        if there is None:
+            there = import_file(
                 store,
                 one.path,
                 run=run,
@@ -118,7 +117,7 @@ def import_folder(
                 codec=codec,
                 progress=progress,
             )
-        )
+        done.append(there)
     return done
 
 

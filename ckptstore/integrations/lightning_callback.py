@@ -138,13 +138,11 @@ class LoopState:
         The loader of an epoch that begins has drawn since the generators were restored, which it
         had not at the save: they are put back for the comparison.
         """
+        schedules = [one.scheduler for one in trainer.lr_scheduler_configs]
         named = {
             "module": module,
             **{f"optimizer_{at}": one for at, one in enumerate(trainer.optimizers)},
-            **{
-                f"schedule_{at}": one.scheduler
-                for at, one in enumerate(trainer.lr_scheduler_configs)
-            },
+            **{f"schedule_{at}": one for at, one in enumerate(schedules)},
             "global_step": lambda: trainer.global_step,
         }
         now = capture()

@@ -237,9 +237,8 @@ class Preemption:
 
     def _tell(self) -> None:
         name = signal.Signals(self._signal or signal.SIGTERM).name
-        _log.warning(
-            "%s: stopping at step %s, %.0f s are left", name, self._stop_at, self.remaining_s
-        )
+        left = self.remaining_s
+        _log.warning("%s: stopping at step %s, %.0f s are left", name, self._stop_at, left)
 
     def secure(
         self,

@@ -32,18 +32,11 @@ from typing import Any, Final
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ckptstore import errors
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import FOLDER, sync_folder
 from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.config import SYSTEM
-from ckptstore.errors import (
-    ConflictError,
-    FormatError,
-    InvalidInputError,
-    LimitError,
-    NotFoundError,
-    TensorNotFoundError,
-)
 from ckptstore.hashing import blake3_of
 from ckptstore.integrations import pretrained_models as models
 from ckptstore.integrations.pretrained_files import described, names_digest, read_json
@@ -141,7 +134,7 @@ def export_pretrained(
     _check_model(model)
     saved = _saved(store, ref)
     if merge and not saved.adapters:
-        raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
+        raise errors.InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
     with export_folder(path) as made:
         files = _files(saved.about, made)
         named = saved.about.get("names") == names_digest(map(str, saved.state))
@@ -176,18 +169,18 @@ def load_pretrained(store: Store, ref: str, *, model: torch.nn.Module | None = N
 def _check_model(model: object) -> None:
     if model is not None and (isinstance(model, type) or not hasattr(model, "load_state_dict")):
         msg = f"model must be an instance of a model, not {model!r:.80}"
-        raise InvalidInputError(msg, hint="model=MyModel(config), or leave it out")
+        raise errors.InvalidInputError(msg, hint="model=MyModel(config), or leave it out")
 
 
 def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]:
     try:
         found = store.load(f"#{version}", include=["model"]).get("model")
-    except TensorNotFoundError:
+    except errors.TensorNotFoundError:
         found = None
     if not isinstance(found, Mapping):
         msg = f"{ref!r} has no state dict at 'model'"
         hint = "fork it with rename={'': 'model'} if its weights lie at the root"
-        raise TensorNotFoundError(msg, hint=hint)
+        raise errors.TensorNotFoundError(msg, hint=hint)
     return found
 
 
@@ -202,7 +195,7 @@ def _said(store: Store, version: str) -> Any:  # what the version holds there
     """Return a version's own description of its model; None without one, or if its data is gone."""
     try:
         return store.load(f"#{version}", include=[BESIDE])[BESIDE]
-    except NotFoundError:
+    except errors.NotFoundError:
         return None
 
 
@@ -217,11 +210,11 @@ def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
     found: dict[Path, bytes] = {}
     for name, data in about.get("processing", {}).items():
         if not isinstance(name, str) or "\0" in name or not isinstance(data, bytes):
-            raise InvalidInputError(f"the version holds something that is no file: {name!r}")
+            raise errors.InvalidInputError(f"the version holds something that is no file: {name!r}")
         target = folder / name
         if not target.resolve().is_relative_to(folder.resolve()):
             msg = f"the version names a file outside of the folder: {name!r}"
-            raise InvalidInputError(msg)
+            raise errors.InvalidInputError(msg)
         found[target] = data
     return found
 
@@ -258,7 +251,7 @@ def export_folder(folder: Path) -> Iterator[Path]:
     place = target.parent if new else target
     try:
         if not new and not target.is_dir():
-            raise InvalidInputError(f"{folder} is no folder", hint="name a new folder")
+            raise errors.InvalidInputError(f"{folder} is no folder", hint="name a new folder")
         place.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             if not new:
@@ -286,7 +279,7 @@ def _lock(folder: Path, stack: ExitStack) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         msg = f"another export to {folder} is going on"
-        raise ConflictError(msg, hint="wait for its end, or name a new folder") from error
+        raise errors.ConflictError(msg, hint="wait for its end, or name a new folder") from error
     except OSError:  # a file system without locks
         return
     for left in folder.glob(f"{_STAGED}*"):
@@ -321,11 +314,11 @@ def _switch(made: Path, folder: Path, digests: Mapping[str, str]) -> None:
     for name in digests:
         path = folder / name
         if path.resolve() != path or (path.exists() and not path.is_file()):
-            raise InvalidInputError(f"{path} is a link, or no file", hint=_HINT)
+            raise errors.InvalidInputError(f"{path} is a link, or no file", hint=_HINT)
     for name in sorted(there - digests.keys() - stale):
         if _WOULD_WIN.fullmatch(name):
             msg = f"{folder / name} is not of an export, and readers would use it beside this one"
-            raise InvalidInputError(msg, hint=_HINT)
+            raise errors.InvalidInputError(msg, hint=_HINT)
     shards = {name for name in digests if _SHARD.fullmatch(name) and name in there}
     mark = SYSTEM.random_hex(4)
     apart = {name: _SHARD.sub(rf"\1-{mark}\2", name) for name in shards}
@@ -410,6 +403,6 @@ def _recorded(folder: Path) -> set[tuple[str, str]]:
     """Return the files by the record of a folder; none that would lie outside."""
     try:
         found = read_json(folder / RECORD, dict[str, list[tuple[str, str]]]).get("files", [])
-    except (FileNotFoundError, FormatError, LimitError):
+    except (FileNotFoundError, errors.FormatError, errors.LimitError):
         return set()
     return {one for one in found if "\0" not in one[0] and folder in (folder / one[0]).parents}

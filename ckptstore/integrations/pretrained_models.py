@@ -175,13 +175,11 @@ def empty_model(saved: SavedModel, *, device: str = "meta") -> torch.nn.Module:
             made = kind(wanted)
         generation = saved.about.get("generation_config")
         if generation is not None:
-            made.generation_config = needed("transformers").GenerationConfig.from_dict(
-                dict(generation)
-            )
+            config_class = needed("transformers").GenerationConfig
+            made.generation_config = config_class.from_dict(dict(generation))
     except Exception as error:  # any error of transformers on a hostile configuration
-        msg = (
-            f"transformers makes no {kind.__name__} of the configuration of {saved.ref!r}: {error}"
-        )
+        of = f"the configuration of {saved.ref!r}"
+        msg = f"transformers makes no {kind.__name__} of {of}: {error}"
         raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
     model: torch.nn.Module = made
     return model
@@ -311,9 +309,8 @@ def _base_model(saved: SavedModel) -> Any:  # a PreTrainedModel
         return class_named(config).from_pretrained(name)
     except (OSError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise InvalidInputError(
-            f"{msg}, and {name!r} cannot be loaded: {why}", hint=hint
-        ) from error
+        msg = f"{msg}, and {name!r} cannot be loaded: {why}"
+        raise InvalidInputError(msg, hint=hint) from error
 
 
 def _adapted(base: Any, saved: SavedModel) -> Any:

@@ -95,8 +95,7 @@ def plan_file(
         items[name] = file_tensor(name, leaf, content)
     wanted.check_all_used()
     if not items:
-        msg = "there is no tensor to export"
-        raise TensorNotFoundError(msg)
+        raise TensorNotFoundError("there is no tensor to export")
     # The widest elements first keep every tensor aligned, as in the safetensors library.
     order = sorted(items.values(), key=lambda item: (-ITEM_BYTES[item.dtype], item.name))
     return order, tuple(left_out)

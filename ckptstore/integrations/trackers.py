@@ -31,7 +31,7 @@ from ckptstore.events import SaveEvent
 from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.ranks import place
 from ckptstore.maintenance.reports.usage import sum_roles
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.store import Run
 
 __all__ = ["Tracking", "log_version", "parse_link", "track"]
@@ -205,9 +205,7 @@ def _facts(url: str, version: Version) -> dict[str, Any]:
     return {
         "link": f"{SCHEME}{quote(public, safe='/:@,=+&;!()[]$*~')}#{version.id}",
         "store": public,
-        "run": version.run,
-        "step": version.step,
-        "version": version.id,
+        **naming(version),
         "content": version.content,
         "manifest": version.manifest_digest,
         "logical_bytes": sizes.logical,
@@ -309,9 +307,8 @@ def _wandb(given: Any) -> TrackerRun:  # a Run
         artifact = _artifact(wandb, version, facts)
         # add_reference() would print a warning for each version, and know neither digest nor size.
         words = {"digest": version.manifest_digest, "size": facts["logical_bytes"]}
-        artifact.manifest.add_entry(
-            ArtifactManifestEntry(path="version", ref=facts["link"], **words)
-        )
+        entry = ArtifactManifestEntry(path="version", ref=facts["link"], **words)
+        artifact.manifest.add_entry(entry)
         run.log_artifact(artifact, aliases=["latest", f"step-{version.step}"])
 
     return TrackerRun("wandb", about, send)

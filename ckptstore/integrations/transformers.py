@@ -37,10 +37,7 @@ from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
 from ckptstore.resuming.witness import Witness
 from ckptstore.saver.pending import PendingSave
-from ckptstore.store import Run
-from ckptstore.store.loading import load
-from ckptstore.store.retaining import remove
-from ckptstore.store.version_lookup import named_version
+from ckptstore.store import Run, Store
 
 __all__ = ["StoreTrainerMixin", "export_pretrained"]
 
@@ -109,6 +106,7 @@ class StoreTrainerMixin:
     ) -> None:
         check_run(run)
         self._run = run
+        self._store = Store(run._session)
         self._background = background
         self._preemption = preemption
         self._trained_only = trained_only
@@ -186,7 +184,7 @@ class StoreTrainerMixin:
         will_be = self.is_fsdp_enabled and (self.accelerator.is_fsdp2 or place()[1] > 1)
         divided = will_be or sharded.is_sharded(self.model)
         parts = ["model", "optimizer.state"] if divided else []
-        found = on_all(lambda: load(self._run, f"#{one}", exclude=parts))
+        found = on_all(lambda: self._store.load(f"#{one}", exclude=parts))
         self._resumed = {"model": None, "version": f"#{one}", **found} if divided else found
         if not {"trainer_state", "model"} <= self._resumed.keys():
             self._resumed = None
@@ -234,15 +232,14 @@ class StoreTrainerMixin:
 
     def _named(self, ref: str) -> Version:
         if "@" in ref or ref.startswith("#"):
-            return named_version(self._run._session.repo, ref)
+            return self._store.resolve(ref)
         return self._run.resolve(ref)
 
     def _init_training_state(self, *args: Any) -> Any:  # as Trainer
         found = super()._init_training_state(*args)  # type: ignore[misc]
         if self._resumed is not None:
-            self.state.best_model_checkpoint = self._resumed["trainer_state"].get(
-                "best_model_checkpoint"
-            )
+            saved = self._resumed["trainer_state"]
+            self.state.best_model_checkpoint = saved.get("best_model_checkpoint")
         return found
 
     def _load_from_checkpoint(
@@ -298,7 +295,7 @@ class StoreTrainerMixin:
         self._settle()
         one = from_first(lambda: self._named(ref).id)
         wanted = ["trainer_state" if sharded.is_sharded(self.model) else "model"]
-        state = on_all(lambda: load(self._run, f"#{one}", include=wanted))
+        state = on_all(lambda: self._store.load(f"#{one}", include=wanted))
         self._fill(self.model, state.get("model"), f"#{one}")
 
     # --- saving -------------------------------------------------------------------------------
@@ -306,9 +303,8 @@ class StoreTrainerMixin:
     def _save_checkpoint(self, model: object, trial: object) -> None:
         if trial is not None:
             msg = "a hyper-parameter search needs a run for each trial"
-            raise errors.InvalidInputError(
-                msg, hint="make one trainer for each, each with its own run"
-            )
+            hint = "make one trainer for each, each with its own run"
+            raise errors.InvalidInputError(msg, hint=hint)
         self.store_flos()  # type: ignore[attr-defined]
         self._settle()
         step = int(self.state.global_step)
@@ -410,7 +406,7 @@ class StoreTrainerMixin:
         over = len(mine) - max(limit, len(safe))
         for version in [each for each in mine if each.id not in safe][: max(0, over)]:
             try:
-                remove(self._run._session, [f"#{version.id}"], reason="over save_total_limit")
+                self._store.remove([f"#{version.id}"], reason="over save_total_limit")
             except errors.PolicyError:
                 continue  # pinned, tagged, or the only verified one: kept on purpose
 
@@ -419,9 +415,8 @@ def _check_hub(arguments: Any) -> None:  # TrainingArguments, or None for the de
     strategy = str(getattr(arguments, "hub_strategy", "")).rpartition(".")[2].lower()
     if getattr(arguments, "push_to_hub", False) and strategy != "end":
         msg = "push_to_hub needs a folder at every save"
-        raise errors.InvalidInputError(
-            msg, hint="set hub_strategy='end', or push an exported folder"
-        )
+        hint = "set hub_strategy='end', or push an exported folder"
+        raise errors.InvalidInputError(msg, hint=hint)
 
 
 def _stop_when_asked(preemption: Preemption) -> Any:  # a TrainerCallback

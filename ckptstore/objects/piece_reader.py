@@ -106,7 +106,7 @@ def read_alone(
             body = memory[CHUNK_HEADER_BYTES:]
             chunk = ChunkRead(offset=at, stored_bytes=stored, raw_bytes=len(out), items=())
             _decode(_checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
-    except (CorruptObjectError, NotFoundError):
+    except (errors.CorruptObjectError, errors.NotFoundError):
         return False
     return bool(blake3_digest(out) == table.ids[row].tobytes())
 

@@ -18,17 +18,8 @@ from ckptstore import errors
 from ckptstore.catalog.replica_ops import find_replica, name_replica
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.options import (
-    PLACE,
-    PREFIX,
-    ReplicaOptions,
-    check_bound,
-    check_meant,
-    inherited,
-    is_local,
-    open_place,
-    open_target,
-)
+from ckptstore.replicas import options as places
+from ckptstore.replicas.options import PLACE, PREFIX, ReplicaOptions
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
@@ -83,7 +74,7 @@ class Replicas:
                 hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
                 raise errors.InvalidInputError(msg, hint=hint)
             if isinstance(options, Mapping):
-                check_bound(name, options)
+                places.check_bound(name, options)
         self._slots: dict[str, _Slot] = {}
         self._pid = os.getpid()
         self._told: set[tuple[str, str]] = set()
@@ -97,7 +88,7 @@ class Replicas:
             They go to a storage, and do not say to which; see
             :mod:`ckptstore.replicas.options`.
         """
-        check_bound(name, options)
+        places.check_bound(name, options)
         self._given[name] = dict(options)
 
     @property
@@ -142,8 +133,8 @@ class Replicas:
         if not isinstance(given, Mapping):
             check_same(given.repo, info)
             return given.repo, False
-        check_meant(info, given)
-        repo = open_place(info.url, self.options(given))
+        places.check_meant(info, given)
+        repo = places.open_place(info.url, self.options(given))
         try:
             check_same(repo, info)
         except errors.CkptStoreError:
@@ -159,7 +150,7 @@ class Replicas:
         given
             Options of the replica; the place that they are for is left out.
         """
-        found = {"read_only": self._repo.options.read_only, **inherited(self._repo), **given}
+        found = {"read_only": self._repo.options.read_only, **places.inherited(self._repo), **given}
         found.pop(PLACE, None)
         return found
 
@@ -185,9 +176,9 @@ class Replicas:
         check_replica_name(name)
         other: AbstractContextManager[Repo]
         if create:
-            other = open_target(self._repo, url, dry_run=False, **storage_options)
+            other = places.open_target(self._repo, url, dry_run=False, **storage_options)
         else:
-            other = open_place(url, self.options(storage_options))
+            other = places.open_place(url, self.options(storage_options))
         with other as store:
             found, store_id = store.url, store.superblock.store_id
         if store_id == self._repo.superblock.store_id:
@@ -270,7 +261,9 @@ class Replicas:
             return self._fall_through(version, error, told=damage)
         if not version.replicas:
             return None
-        raise _elsewhere(error, version) from error
+        others = ", ".join(one[:8] for one in version.replicas)
+        hint = f"the stores {others} have it; name one: ckptstore replica add NAME URL"
+        raise type(error)(error.message, hint=hint) from error
 
     def whole(self, version: Version, error: errors.CkptStoreError) -> Content:
         """Return the whole content of a version that is kept here in part."""
@@ -284,7 +277,8 @@ class Replicas:
         """Return the replicas to ask: local ones first, then in the order of their naming."""
         from ckptstore.maintenance.replicas.fallback import FallThrough, Tier
 
-        named = sorted(self._repo.log.catalog.replicas.values(), key=lambda one: not is_local(one))
+        known = self._repo.log.catalog.replicas.values()
+        named = sorted(known, key=lambda one: not places.is_local(one))
         return FallThrough(
             repo=self._repo,
             version=version,
@@ -349,10 +343,3 @@ def check_same(repo: Repo, info: ReplicaInfo) -> None:
         )
         hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
         raise errors.ReplicaChangedError(msg, hint=hint)
-
-
-def _elsewhere(error: errors.CkptStoreError, version: Version) -> errors.CkptStoreError:
-    """Return the error of a version that other stores have, though none has a name here."""
-    others = ", ".join(one[:8] for one in version.replicas)
-    hint = f"the stores {others} have it; name one: ckptstore replica add NAME URL"
-    return type(error)(error.message, hint=hint)

@@ -362,10 +362,8 @@ class WriteBack:
                 self._mine.pop(version.id, None)
             self._changed.notify_all()
         for version in done:
-            name = self.replica.name
-            event = self._here.save_event(
-                "replicated", version.run, version.step, version.id, replica=name
-            )
+            saved = (version.run, version.step, version.id)
+            event = self._here.save_event("replicated", *saved, replica=self.replica.name)
             self._events.emit(event)
 
 

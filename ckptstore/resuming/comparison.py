@@ -64,12 +64,10 @@ def _listed(names: Sequence[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.partition(".")[0], []).append(name)
-    told = [
-        ", ".join(
-            group if len(group) <= _ALIKE else [f"{group[0]} and {len(group) - 1} more of {key}"]
-        )
-        for key, group in groups.items()
-    ]
+    told = []
+    for key, group in groups.items():
+        few = len(group) <= _ALIKE
+        told.append(", ".join(group) if few else f"{group[0]} and {len(group) - 1} more of {key}")
     more = [f"{len(told) - _NAMED} more"] if len(told) > _NAMED else []
     return ", ".join([*told[:_NAMED], *more])
 

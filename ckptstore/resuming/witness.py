@@ -23,22 +23,8 @@ import torch.distributed as dist
 from ckptstore import errors
 from ckptstore.backends.transfers import start_thread
 from ckptstore.limits import KIB
-from ckptstore.resuming.comparison import (
-    GRADIENTS,
-    MODES,
-    SCALARS,
-    Leaf,
-    Moment,
-    ResumeReport,
-    Verdict,
-    differences,
-    digests,
-    generators,
-    gradients_of,
-    leaves_of,
-    samples,
-    unused,
-)
+from ckptstore.resuming import comparison
+from ckptstore.resuming.comparison import GRADIENTS, MODES, SCALARS, Leaf, Moment, ResumeReport
 from ckptstore.store import resume_check
 from ckptstore.store.run import Run
 
@@ -65,6 +51,7 @@ _FAILURE_CHARS: Final = 1500
 
 T = TypeVar("T")
 _Moments = list[list[Moment]]
+_Figure = float | torch.Tensor | None
 """By steps after the save, then by rank."""
 
 
@@ -155,8 +142,8 @@ class Witness:
         self._resumed, self._then = self._loaded()
         if self._then:
             ranks = range(len(self._then[0]))
-            self._ignored = [unused(self._then, rank) for rank in ranks]
-            self._compare(self._gathered(lambda: self._moment(0)))
+            self._ignored = [comparison.unused(self._then, rank) for rank in ranks]
+            self._compare(self._moments(0))
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +176,7 @@ class Witness:
 
     def metadata(self) -> dict[str, Any]:
         """Return metadata for the save of this moment; steps after it are noted for it."""
-        moment = self._gathered(lambda: self._moment(0))
+        moment = self._moments(0)
         self._noting = _Stored(token=uuid.uuid4().hex, ranks=len(moment), moments=[moment])
         return {_ENTRY: _packed(self._noting)}
 
@@ -215,7 +202,7 @@ class Witness:
         comparing, noting = self._comparing, self._being_noted
         if not (comparing or noting):
             return
-        moment = self._gathered(lambda: self._moment(1, loss, grad_norm, batch))
+        moment = self._moments(1, loss=loss, grad_norm=grad_norm, batch=batch)
         if comparing:
             self._at += 1
             self._compare(moment)
@@ -235,22 +222,23 @@ class Witness:
 
     # --- moments --------------------------------------------------------------------------------
 
-    def _moment(
-        self,
-        after: int,
-        loss: float | torch.Tensor | None = None,
-        grad_norm: float | torch.Tensor | None = None,
-        batch: object = None,
+    def _moments(self, after: int, **told: Any) -> list[Moment]:  # noqa: ANN401 - of :meth:`step`
+        """Return what the training is now, by rank."""
+        return self._gathered(lambda: self._own_moment(after, **told))
+
+    def _own_moment(
+        self, after: int, *, loss: _Figure = None, grad_norm: _Figure = None, batch: object = None
     ) -> Moment:
         """Return what the training is now on this rank."""
-        leaves: list[Leaf] = list(generators())
+        leaves: list[Leaf] = list(comparison.generators())
         for name, one in self._objects.items():
-            leaves += leaves_of(name, one)
+            leaves += comparison.leaves_of(name, one)
             if not after:
-                leaves.append((f"{GRADIENTS} of {name}", b"".join(samples(gradients_of(one)))))
-        entries, computed = digests(leaves, _STEP_ENTRIES_MAX if after else _ENTRIES_MAX)
+                held = comparison.samples(comparison.gradients_of(one))
+                leaves.append((f"{GRADIENTS} of {name}", b"".join(held)))
+        entries, computed = comparison.digests(leaves, _STEP_ENTRIES_MAX if after else _ENTRIES_MAX)
         if batch is not None:
-            told, _ = digests(leaves_of(_DATA, batch), 1)
+            told, _ = comparison.digests(comparison.leaves_of(_DATA, batch), 1)
             entries = {**dict.fromkeys([_DATA][: len(told)], "".join(told.values())), **entries}
         norm = self._gradients() if after and grad_norm is None else grad_norm
         return Moment(
@@ -262,7 +250,7 @@ class Witness:
 
     def _gradients(self) -> torch.Tensor | None:
         """Return the norm of this rank's gradients; None if there are none."""
-        found = [grad for one in self._objects.values() for grad in gradients_of(one)]
+        found = [grad for one in self._objects.values() for grad in comparison.gradients_of(one)]
         norms = [torch.linalg.vector_norm(grad) for grad in found]
         if not norms:
             return None
@@ -326,14 +314,15 @@ class Witness:
         """Compare the training with what it was after as many steps; conclude if that is all."""
         assert self._then is not None  # noqa: S101  # there is something to compare with
         then = self._then[self._at] if self._at < len(self._then) else []
-        names, close = differences(then, moment[: len(then)], self._tolerance, self._ignored)
+        now = moment[: len(then)]
+        names, close = comparison.differences(then, now, self._tolerance, self._ignored)
         if self._at == 0:
             self._suspected = [name for name in names if GRADIENTS in name or MODES in name]
             names = [name for name in names if name not in self._suspected]
         self._close = self._close or close
         if names or self._at + 1 >= len(self._then):
-            verdict: Verdict = "differs" if names else "close" if self._close else "exact"
-            self._conclude(verdict, self._ordered(names) if names else ())
+            best: comparison.Verdict = "close" if self._close else "exact"
+            self._conclude("differs" if names else best, self._ordered(names) if names else ())
 
     def _ordered(self, names: list[str]) -> tuple[str, ...]:
         """Return what differs, and what is suspected; the most likely cause first."""
@@ -343,7 +332,7 @@ class Witness:
         causes = [name for name in self._suspected if GRADIENTS in name or name in names]
         return tuple(dict.fromkeys((*causes, *names)))
 
-    def _conclude(self, verdict: Verdict, names: tuple[str, ...]) -> None:
+    def _conclude(self, verdict: comparison.Verdict, names: tuple[str, ...]) -> None:
         self._report = ResumeReport(
             version=self._resumed.label, verdict=verdict, steps=self._at, names=names
         )
@@ -403,7 +392,7 @@ _LOOKED_AT: Final = 16
 """Versions at the end of a run among which that of a save is searched."""
 
 
-def _number(value: float | torch.Tensor | None) -> float | None:
+def _number(value: _Figure) -> float | None:
     return value.detach().item() if isinstance(value, torch.Tensor) else value
 
 

@@ -15,7 +15,7 @@ from local_servers import Server, start_paced
 import ckptstore
 from ckptstore import Store
 from ckptstore.backends.transfers import Direction
-from ckptstore.integrations.safetensors_export import export_safetensors
+from ckptstore.integrations.safetensors_stream import export_safetensors
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import CorruptTensorError
 from ckptstore.format.keys import pack_id
-from ckptstore.integrations.safetensors_export import export_safetensors
+from ckptstore.integrations.safetensors_stream import export_safetensors
 from ckptstore.store import Store
 
 Read = Callable[[Store, Path], object]

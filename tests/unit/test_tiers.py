@@ -693,7 +693,7 @@ def test_an_evicted_version_is_exported(hot: ckptstore.Store, tmp_path: Path) ->
     """A safetensors file of what only the replica has, as of any version."""
     from safetensors.torch import load_file
 
-    from ckptstore.integrations.safetensors_export import export_safetensors
+    from ckptstore.integrations.safetensors_stream import export_safetensors
 
     hot.age(["gpt@1"], "record")
     hot.gc(**ZERO)

@@ -96,13 +96,14 @@ def import_directory(
     folder = Path(path)
     repo = store.repo
     repo.check_writable()
+    origin = {"format": "torch.distributed.checkpoint", "files": [folder.name]}
     request = WriteRequest(
         run=run,
         step=step,
         directions=store.run(run, metrics=directions)._directions,
         metrics=metrics or {},
         tags=tags,
-        metadata={**_origin(folder), **(metadata or {})},
+        metadata={"import": origin, **(metadata or {})},
         codec=check_choice(codec or repo.options.codec),
     )
     catalog = repo.refresh()
@@ -137,10 +138,6 @@ def import_directory(
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
     return commit_parts(repo, parts, paths, request, roles=roles or {})
-
-
-def _origin(folder: Path) -> dict[str, Any]:
-    return {"import": {"format": "torch.distributed.checkpoint", "files": [folder.name]}}
 
 
 def _items(described: Described) -> list[_Item]:

@@ -160,10 +160,8 @@ class _Walk:
         if tag == "x":
             return self.adapted.describe(node, path)
         if tag == "T":
-            record = self.content.manifest.tensors[node[1]]
-            return Entry(
-                path=path, node=node, dtype=record.dtype, shape=record.shape, index=node[1]
-            )
+            about = self.content.manifest.tensors[node[1]]
+            return Entry(path=path, node=node, dtype=about.dtype, shape=about.shape, index=node[1])
         if tag == "V":
             return Entry(path=path, node=node, dtype=node[2], shape=tuple(node[4]))
         shape = self._tensor(node[1], path).shape if node[3] is None else tuple(node[3])

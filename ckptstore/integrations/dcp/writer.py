@@ -134,7 +134,7 @@ class CkptStoreWriter(StorageWriter):
         store = (self._repo.backend, self._repo.options)
         run = (self._run.name, dict(self._run._directions))
         resumed = resume_check.is_chosen(self._repo, self._run.name)
-        return _in_another_process, (*store, *run, resumed, words)
+        return _in_another_process, (store, run, resumed, words)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the step of the next save; torch calls it on every rank if there is one.
@@ -316,18 +316,14 @@ class CkptStoreWriter(StorageWriter):
 
 
 def _in_another_process(
-    backend: Backend,
-    options: Options,
-    run: str,
-    directions: Mapping[str, str],
-    resumed: bool,
-    words: Any,
+    store: tuple[Backend, Options], run: tuple[str, dict[str, str]], resumed: bool, words: Any
 ) -> CkptStoreWriter:
     """Return a writer on a store that is opened here, and closed when the process ends."""
-    store = Store(open_on(backend, options=options))
+    (backend, options), (name, directions) = store, run
+    opened = Store(open_on(backend, options=options))
     if resumed:
-        resume_check.chosen(store.repo, run)
-    return CkptStoreWriter(store.run(run, metrics=directions), **words)
+        resume_check.chosen(opened.repo, name)
+    return CkptStoreWriter(opened.run(name, metrics=directions), **words)
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str] | int, run: str) -> int:
