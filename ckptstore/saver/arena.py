@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ckptstore import limits
@@ -72,21 +73,19 @@ class Arena:
 
     def drop(self) -> None:
         """Give the memory back, once nobody looks at it any more; idempotent."""
-        if self.unpin is not None and self._pid == os.getpid():
-            self.unpin()  # a forked child has no pinned memory
+        if self._pid == os.getpid():  # a forked child has no pinned memory
+            if self.unpin is not None:
+                self.unpin()
+            # Frees the pages even where they are still mapped; later reads find zeros.
+            advice = getattr(mmap, "MADV_DONTNEED" if self.fd < 0 else "MADV_REMOVE", None)
+            if advice is not None:
+                with contextlib.suppress(OSError):  # locked: they go with the mapping
+                    self._map.madvise(advice)
         self.unpin = None
-        self._empty()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         self.view = memoryview(b"")  # the map goes with its last view
-
-    def _empty(self) -> None:
-        """Free the pages now, even where they are still mapped; later reads find zeros."""
-        advice = getattr(mmap, "MADV_DONTNEED" if self.fd < 0 else "MADV_REMOVE", None)
-        if self._pid == os.getpid() and advice is not None:
-            with contextlib.suppress(OSError):  # locked: they go with the mapping
-                self._map.madvise(advice)
 
 
 def _private(size_bytes: int) -> mmap.mmap:
@@ -130,13 +129,11 @@ class ArenaPool:
             It is more than the whole budget.
         """
         wanted = max(_ROUND_BYTES, -(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES)
-        if size_bytes > self.budget_bytes:
-            msg = (
-                f"the state takes {size_bytes} bytes to stage, more than the budget of "
-                f"{self.budget_bytes}"
-            )
+        budget = self.budget_bytes
+        if size_bytes > budget:
+            msg = f"the state takes {size_bytes} bytes to stage, more than the budget of {budget}"
             raise LimitError(msg, hint="open the store with a larger staging_bytes, or use save")
-        wanted = min(wanted, max(size_bytes, self.budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE))
+        wanted = min(wanted, max(size_bytes, budget // mmap.PAGESIZE * mmap.PAGESIZE))
         with self._lock:
             fitting = [arena for arena in self._idle if arena.size_bytes >= size_bytes]
             if fitting:
@@ -144,7 +141,7 @@ class ArenaPool:
                 self._idle.remove(arena)
             else:
                 self._make_room(wanted)
-                if self._size() + wanted > self.budget_bytes:
+                if self._size() + wanted > budget:
                     return None
                 arena = Arena(wanted, shared=self._shared)
             self._lent[arena.number] = arena
@@ -205,20 +202,14 @@ class StagedTensor(NamedTuple):
     """Length of its pieces, in bytes."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StagedBytes:
     """The bytes of a staged tensor; each piece is compared with its digest as it is read."""
 
-    def __init__(
-        self,
-        memory: memoryview,
-        tensor: StagedTensor,
-        digests: Sequence[int] | None,
-        check: Callable[[], None],
-    ) -> None:
-        self._memory = memory[tensor.offset : tensor.offset + tensor.nbytes]
-        self._tensor = tensor
-        self._digests = digests
-        self._check = check
+    _memory: memoryview
+    _tensor: StagedTensor
+    _digests: Sequence[int] | None
+    _check: Callable[[], None]
 
     @property
     def piece_bytes(self) -> int:
@@ -283,13 +274,15 @@ def sources_in(
     check
         Called before each piece is read; what it raises ends the save.
     """
-    return [
-        PieceSource(
+    sources = []
+    for at, tensor in enumerate(tensors):
+        part = memory[tensor.offset : tensor.offset + tensor.nbytes]
+        source = PieceSource(
             nbytes=tensor.nbytes,
             dtype=tensor.dtype,
             itemsize=tensor.itemsize,
             row_bytes=tensor.row_bytes,
-            payload=StagedBytes(memory, tensor, None if digests is None else digests[at], check),
+            payload=StagedBytes(part, tensor, None if digests is None else digests[at], check),
         )
-        for at, tensor in enumerate(tensors)
-    ]
+        sources.append(source)
+    return sources

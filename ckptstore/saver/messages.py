@@ -11,8 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.config import Options
@@ -123,8 +122,7 @@ class Channel:
         return data
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class Setup(NamedTuple):
     """To the child, first: where to save to."""
 
     backend: Backend
@@ -134,50 +132,43 @@ class Setup:
     options: Options
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lend:
+class Lend(NamedTuple):
     """To the child: an arena, whose descriptor comes with the message."""
 
     arena: int
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(NamedTuple):
     """To the child: an arena that was given up."""
 
     arena: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compare:
+class Compare(NamedTuple):
     """To the child: the digests of a job, which it waits for as long as the parent lives."""
 
     number: int
     digests: Digests
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
+class Cancel(NamedTuple):
     """To the child: cancel a job, and answer."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close:
+class Close(NamedTuple):
     """To the child: finish, and exit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(NamedTuple):
     """From the child, first: it has understood the setup; or it has not."""
 
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrote:
+class Wrote(NamedTuple):
     """From the child: how far a job is."""
 
     number: int
@@ -185,8 +176,7 @@ class Wrote:
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(NamedTuple):
     """From the child: a version is durable."""
 
     number: int
@@ -194,8 +184,7 @@ class Done:
     receipt: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(NamedTuple):
     """From the child: a job came to nothing."""
 
     number: int
@@ -206,8 +195,7 @@ Report: TypeAlias = Wrote | Done | Failed
 """What becomes of a job: an engine in this process tells it too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """From the child: whether a job was cancelled."""
 
     number: int

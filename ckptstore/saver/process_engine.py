@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import PutIfAbsent
@@ -120,9 +120,8 @@ class ProcessEngine:
         try:
             with self._sending:  # the arena arrives before the job that lies in it
                 if arena.number not in self._lent:
-                    self._send(
-                        messages.Lend(arena=arena.number, size_bytes=arena.size_bytes), arena.fd
-                    )
+                    lent = messages.Lend(arena=arena.number, size_bytes=arena.size_bytes)
+                    self._send(lent, arena.fd)
                     self._lent.add(arena.number)
                 self._send(job)
         except OSError as error:
@@ -231,7 +230,7 @@ class ProcessEngine:
             if isinstance(message, messages.Failed) and isinstance(
                 message.error, errors.OperationCancelledError
             ):
-                message = replace(message, error=waiting.problem or message.error)
+                message = message._replace(error=waiting.problem or message.error)
             self._hear(self, message)
 
     def _lost(self, number: int, waiting: _Waiting) -> None:

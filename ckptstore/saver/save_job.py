@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from ckptstore.backends.transfers import operation, start_thread
@@ -201,6 +200,7 @@ class _Task:
     ready: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(eq=False, repr=False)
 class JobWriter:
     """Writer of jobs, one after the other, in a thread. Any thread may use it.
 
@@ -208,28 +208,18 @@ class JobWriter:
 
     Digests, codecs and writes release the interpreter's lock. A save in the background leaves one
     processor to the training.
-
-    Parameters
-    ----------
-    rounding
-        Rounds to bfloat16 faster than NumPy; None, in a process without torch, for NumPy.
-    begin
-        Called in the thread, first.
     """
 
-    def __init__(
-        self,
-        repo: Repo,
-        tell: Tell,
-        *,
-        rounding: Rounding | None = None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._repo = repo
-        self._options = dataclasses.replace(repo.options, workers=max(1, repo.options.workers - 1))
-        self._tell = tell
-        self._rounding = rounding
-        self._begin = begin
+    _repo: Repo
+    _tell: Tell
+    _rounding: Rounding | None = None
+    """Rounds to bfloat16 faster than NumPy; None, in a process without torch, for NumPy."""
+    _begin: Callable[[], None] = field(default=lambda: None)
+    """Called in the thread, first."""
+
+    def __post_init__(self) -> None:
+        options = self._repo.options
+        self._options = replace(options, workers=max(1, options.workers - 1))
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
         self._lock = threading.Lock()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
@@ -20,7 +21,10 @@ from ckptstore.saver.staging import Staging
 
 _log = logging.getLogger("ckptstore")
 
+IfBusy = Literal["wait", "skip", "fail"]
 
+
+@dataclass(eq=False, repr=False, kw_only=True)
 class BackgroundSave:
     """One save in the background. Any thread may use it; states only go forward.
 
@@ -35,21 +39,18 @@ class BackgroundSave:
         Called in a thread of the engine; what it raises is logged.
     """
 
-    def __init__(
-        self,
-        *,
-        number: int,
-        request: WriteRequest,
-        retain: bool,
-        version: str,
-        began: float,
-        environment: Environment,
-        on_progress: ProgressCallback,
-    ) -> None:
-        self.number = number
-        self.run: str = request.run
-        self.step: int = request.step
-        self.version_id = version
+    number: int
+    request: WriteRequest
+    retain: bool
+    version_id: str
+    began: float
+    if_busy: IfBusy = "wait"
+    environment: Environment
+    on_progress: ProgressCallback
+
+    def __post_init__(self) -> None:
+        self.run: str = self.request.run
+        self.step: int = self.request.step
         self.state: ReceiptState = "waiting"
         """The state it is in; this class alone sets it, and the next three."""
         self.reached_staged: bool = False
@@ -69,14 +70,9 @@ class BackgroundSave:
         """Cancelled before an engine had it."""
         self.digests: Digests | None = None
         """Of the state when it was staged; None until they were taken."""
-        self._request = request
-        self._retain = retain
         self._draft: Callable[[], Draft] | None = None
         self._described: SaveJob | None = None
-        self._environment = environment
-        self._on_progress = on_progress
         self._changed = threading.Condition()
-        self._called = began
         self._returned: float | None = None
         self._waits_count = 0
         self._waits_since = 0.0
@@ -97,8 +93,8 @@ class BackgroundSave:
     def numbers(self) -> dict[str, float]:
         """Return the entries of the receipt so far."""
         with self._changed:
-            now = self._environment.monotonic()
-            blocked = (self._returned or now) - self._called + self._waited
+            now = self.environment.monotonic()
+            blocked = (self._returned or now) - self.began + self._waited
             if self._waits_count:
                 blocked += now - self._waits_since
             return {**self._numbers, "blocked_s": blocked, "staging_s": self._staging_s}
@@ -116,14 +112,14 @@ class BackgroundSave:
         """
         with self._changed:
             if not self._waits_count:
-                self._waits_since = self._environment.monotonic()
+                self._waits_since = self.environment.monotonic()
             self._waits_count += 1
             try:
                 return self._changed.wait_for(lambda: self.reached_staged or self.over, timeout)
             finally:
                 self._waits_count -= 1
                 if not self._waits_count:
-                    self._waited += self._environment.monotonic() - self._waits_since
+                    self._waited += self.environment.monotonic() - self._waits_since
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is over, and the observers have heard of that."""
@@ -163,26 +159,26 @@ class BackgroundSave:
             number=self.number,
             version=self.version_id,
             arena=self.arena.number,
-            tensors=self.staging.describe(),
+            tensors=self.staging.tensors,
             records=tuple(map(row_of, draft.records)),
             frame=draft.frame,
             wishes=draft.wishes,
-            request=self._request,
+            request=self.request,
             receipt={},
-            retain=self._retain,
+            retain=self.retain,
         )
 
     def complete(self) -> None:
         """Make the job, now that everything is in the arena."""
         assert self._described is not None  # noqa: S101 - called after describe
-        self.job = dataclasses.replace(self._described, receipt=self.numbers())
+        self.job = replace(self._described, receipt=self.numbers())
 
     # --- going forward ------------------------------------------------------------------------
 
     def returned(self) -> None:
         """Note that the caller goes on."""
         with self._changed:
-            self._returned = self._environment.monotonic()
+            self._returned = self.environment.monotonic()
 
     def copied(self, seconds: float) -> None:
         """Note what the copy took."""
@@ -201,7 +197,7 @@ class BackgroundSave:
         """Note how far the engine is."""
         self.progress = Progress(stage="write", done=done, total=total)
         try:
-            self._on_progress(self.progress)
+            self.on_progress(self.progress)
         except Exception:  # noqa: BLE001 - the user's code, in a thread of ours
             _log.exception("the progress callback of the save of %s@%s failed", self.run, self.step)
 
@@ -209,7 +205,7 @@ class BackgroundSave:
         """End it before it began."""
         with self._changed:
             self.state, self._released = "skipped", True
-            self._returned = self._environment.monotonic()
+            self._returned = self.environment.monotonic()
             self._changed.notify_all()
 
     def finish(self, end: Done | Failed) -> None:

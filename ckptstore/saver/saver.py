@@ -9,22 +9,15 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.transfers import Threads, ending
 from ckptstore.checkpoint.request import check_wishes
 from ckptstore.config import check_choice, memory_bytes
-from ckptstore.errors import (
-    InvalidInputError,
-    LimitError,
-    OperationCancelledError,
-    SaveBusyError,
-    SaverDiedError,
-)
 from ckptstore.events import Events, SaveEventKind
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena, ArenaPool, Digests
@@ -32,7 +25,7 @@ from ckptstore.saver.messages import Done, Failed, Report, Wrote
 from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine, why_not
 from ckptstore.saver.save_job import Hear, JobWriter, SaveEngine, SaveJob
-from ckptstore.saver.save_state import BackgroundSave
+from ckptstore.saver.save_state import BackgroundSave, IfBusy
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.saver.thread_priority import step_back
 from ckptstore.states.save import SaveRequest, draft_of
@@ -41,7 +34,6 @@ from ckptstore.tensors.flatten import flatten
 
 _log = logging.getLogger("ckptstore")
 
-IfBusy = Literal["wait", "skip", "fail"]
 Stage = Literal["now", "background"]
 
 _numbers = itertools.count(1)
@@ -94,7 +86,7 @@ class Saver:
         """
         if if_busy not in ("wait", "skip", "fail") or stage not in ("now", "background"):
             msg = f"if_busy={if_busy!r} or stage={stage!r} is not accepted"
-            raise InvalidInputError(msg, hint="wait, skip or fail; now or background")
+            raise errors.InvalidInputError(msg, hint="wait, skip or fail; now or background")
         self._repo.check_writable()
         check_choice(request.codec)
         wishes = request.portable()
@@ -102,31 +94,26 @@ class Saver:
             number=next(_numbers),
             request=wishes,
             retain=retain,
-            version=self._repo.environment.random_hex(16),
+            version_id=self._repo.environment.random_hex(16),
             began=began,
+            if_busy=if_busy,
             environment=self._repo.environment,
             on_progress=request.progress,
         )
         with self._admitting:  # one at a time: the order of the calls is that of the versions
             self.raise_failure(save.run)
             check_wishes(self._repo.catalog, wishes)
-            if self._admitted(save, if_busy, self._has_room):
+            if self._admitted(save, self._has_room):
                 self.dispatcher.start()  # a child process starts while the state is copied
                 later = stage == "background"
-                staging = self._board(save, state, request, if_busy, later=later)
+                staging = self._board(save, state, request, later=later)
                 if staging is not None:
                     self._stage(save, staging, later=later)
         save.returned()
         return PendingSave(save, self._cancel)
 
     def _board(
-        self,
-        save: BackgroundSave,
-        state: object,
-        request: SaveRequest,
-        if_busy: IfBusy,
-        *,
-        later: bool,
+        self, save: BackgroundSave, state: object, request: SaveRequest, *, later: bool
     ) -> Staging | None:
         """Take a state apart and find room for it; None if the save is skipped."""
         flat = flatten(state, request.adapters, plain=request.plain)
@@ -138,7 +125,7 @@ class Saver:
             lent.extend([] if arena is None else [arena])
             return arena is not None
 
-        if not self._admitted(save, if_busy, lend):
+        if not self._admitted(save, lend):
             return None
         staging = Staging(flat.tensors, layout, lent[0], later=later)
         save.board(lambda: draft_of(flat, request.roles, request.encodings), staging, lent[0])
@@ -151,14 +138,14 @@ class Saver:
     def _has_room(self) -> bool:
         return len(self._under_way) < self._repo.options.in_flight
 
-    def _admitted(self, save: BackgroundSave, if_busy: IfBusy, ready: Callable[[], bool]) -> bool:
+    def _admitted(self, save: BackgroundSave, ready: Callable[[], bool]) -> bool:
         """Return whether `ready` holds; if it does not, wait for it, skip the save, or refuse."""
         with self._changed:
             while not ready():
-                if if_busy == "skip":
+                if save.if_busy == "skip":
                     save.skip()
                     break
-                if if_busy == "fail":
+                if save.if_busy == "fail":
                     raise self._busy(save)
                 self._changed.wait()
                 self.raise_failure(save.run)
@@ -166,10 +153,10 @@ class Saver:
             self._emit("skipped", save)
         return not save.over
 
-    def _busy(self, save: BackgroundSave) -> SaveBusyError:
+    def _busy(self, save: BackgroundSave) -> errors.SaveBusyError:
         under_way = ", ".join(f"{one.run}@{one.step}" for one in self._under_way.values())
         msg = f"{save.run}@{save.step} is not saved: {under_way} is still under way"
-        return SaveBusyError(msg, hint="save less often, or use if_busy='wait'")
+        return errors.SaveBusyError(msg, hint="save less often, or use if_busy='wait'")
 
     # --- staging ------------------------------------------------------------------------------
 
@@ -221,7 +208,7 @@ class Saver:
             while self._staged and self._staged[0].job is not None:
                 save = self._staged.popleft()
                 if save.cancelled:
-                    error = OperationCancelledError("the save was cancelled")
+                    error = errors.OperationCancelledError("the save was cancelled")
                     self._end(save, Failed(number=save.number, error=error))
                 else:
                     self.dispatcher.submit(save)
@@ -241,7 +228,7 @@ class Saver:
         Its state is known as soon as the next is admitted; `result` returns after the observers.
         """
         error = end.error if isinstance(end, Failed) else None
-        cancelled = isinstance(error, OperationCancelledError)
+        cancelled = isinstance(error, errors.OperationCancelledError)
         if error is not None and not cancelled:
             error.add_note(f"in the background save of {save.run}@{save.step}")
         with self._changed:
@@ -255,24 +242,17 @@ class Saver:
             del self._under_way[save.number]
             self._changed.notify_all()
         kind: SaveEventKind = "durable" if error is None else "cancelled" if cancelled else "failed"
-        receipt = end.receipt if isinstance(end, Done) else {}
-        self._emit(kind, save, receipt, error, raised=raised)
+        self._emit(kind, save, end, raised=raised)
         save.released()
         self._send_off()
 
     def _emit(
-        self,
-        kind: SaveEventKind,
-        save: BackgroundSave,
-        receipt: Mapping[str, float] | None = None,
-        error: BaseException | None = None,
-        *,
-        raised: bool = False,
+        self, kind: SaveEventKind, save: BackgroundSave, end: object = None, *, raised: bool = False
     ) -> None:
-        known = {**save.numbers(), **(receipt or {})}
-        event = self._repo.save_event(
-            kind, save.run, save.step, save.version_id, receipt=known, error=error
-        )
+        receipt = end.receipt if isinstance(end, Done) else {}
+        known = {**save.numbers(), **receipt}
+        what = (kind, save.run, save.step, save.version_id)
+        event = self._repo.save_event(*what, receipt=known, error=save.error)
         self._events.emit(event, raised=raised)
 
     # --- waiting and errors -------------------------------------------------------------------
@@ -342,7 +322,7 @@ class ThreadEngine(JobWriter):
         def tell(_: SaveJob, report: Report) -> None:
             hear(self, report)
 
-        super().__init__(repo, tell, rounding=to_bfloat16, begin=step_back)
+        super().__init__(repo, tell, to_bfloat16, step_back)
 
     def submit(self, job: SaveJob, arena: Arena) -> None:
         """Take a job over."""
@@ -406,7 +386,8 @@ class EngineSupervisor:
                 try:
                     kind = ProcessEngine if self.kind == "process" else ThreadEngine
                     self._engine = kind(self._repo, self._hear)
-                except LimitError:  # the interpreter is ending: a save is written as it is made
+                except errors.LimitError:
+                    # The interpreter is ending: a save is written as it is made.
                     self._engine = ThreadEngine(self._repo, self._hear)
             return self._engine
 
@@ -451,12 +432,12 @@ class EngineSupervisor:
             self._under_way[save.number] = save
             try:
                 self._submit(save)
-            except SaverDiedError as error:
+            except errors.SaverDiedError as error:
                 _log.warning("%s; another one is begun", error.message)
                 self._engine = None
                 try:
                     self._submit(save)
-                except SaverDiedError as again:
+                except errors.SaverDiedError as again:
                     self._end(Failed(number=save.number, error=again))
 
     def _submit(self, save: BackgroundSave) -> None:
@@ -484,7 +465,7 @@ class EngineSupervisor:
         elif (
             save is not None
             and isinstance(report, Failed)
-            and isinstance(report.error, SaverDiedError)
+            and isinstance(report.error, errors.SaverDiedError)
             and self._falls_back(engine)
         ):
             self.submit(save)  # to the engine that is left: only this one died

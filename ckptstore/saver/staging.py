@@ -40,14 +40,11 @@ class DeviceCopies:
         self._arena = arena
         self._parts: list[tuple[torch.Tensor, int]] = []
         self._events: list[torch.cuda.Event] = []
-        self.places: list[int] = []
-        """Places of the tensors in their state."""
 
-    def add(self, place: int, source: SourceTensor, offset: int) -> None:
+    def add(self, source: SourceTensor, offset: int) -> None:
         """Take a tensor; it is not looked at before :meth:`start`."""
         assert isinstance(source.payload, TensorBytes)  # noqa: S101 - see on_device
         self._parts.append((source.payload.flat(), offset))
-        self.places.append(place)
 
     def start(self) -> None:
         """Queue all copies behind what the calling thread has queued; returns at once."""
@@ -162,36 +159,40 @@ _BATCH_BYTES: Final = 4 * limits.MIB
 class ArenaLayout:
     """Where each tensor of a state lies in an arena."""
 
-    sizes: Sequence[int]
-    """Bytes of each tensor."""
-    offsets: Sequence[int]
-    pieces: Sequence[int]
-    """Length of the pieces of each tensor, in bytes."""
+    tensors: tuple[StagedTensor, ...]
     size_bytes: int
     """Of the whole."""
 
 
 def lay_out(sources: Sequence[SourceTensor], chunk_bytes: int) -> ArenaLayout:
     """Place tensors one after the other; small ones are one piece, as a save cuts them."""
-    offsets: list[int] = []
-    pieces: list[int] = []
+    tensors: list[StagedTensor] = []
     end = 0
-    sizes = [source.nbytes for source in sources]
-    for source, size in zip(sources, sizes, strict=True):
-        offsets.append(end)
-        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    for source in sources:
+        size = source.nbytes
         if size >= limits.SMALL_TENSOR_BYTES:
-            pieces.append(piece_bytes(source.row_bytes, source.itemsize, chunk_bytes))
+            piece = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
         else:
-            pieces.append(max(1, size))
-    return ArenaLayout(sizes=sizes, offsets=offsets, pieces=pieces, size_bytes=end)
+            piece = max(1, size)
+        tensor = StagedTensor(
+            name=path_text(source.paths[0]),
+            dtype=source.dtype,
+            nbytes=size,
+            itemsize=source.itemsize,
+            row_bytes=source.row_bytes,
+            offset=end,
+            piece_bytes=piece,
+        )
+        tensors.append(tensor)
+        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return ArenaLayout(tensors=tuple(tensors), size_bytes=end)
 
 
 class Staging:
     """One state on its way into an arena. It lets go of the caller's tensors when it is there.
 
-    The calls, in this order: the constructor, :meth:`begin` and :meth:`describe` by the caller of
-    the save; :meth:`copy` and :meth:`settle`, in any one thread; then :meth:`digests`, once.
+    The calls, in this order: the constructor and :meth:`begin` by the caller of the save;
+    :meth:`copy` and :meth:`settle`, in any one thread; then :meth:`digests`, once.
 
     Parameters
     ----------
@@ -203,7 +204,7 @@ class Staging:
         self, sources: Sequence[SourceTensor], layout: ArenaLayout, arena: Arena, *, later: bool
     ) -> None:
         self._sources = sources
-        self._layout = layout
+        self.tensors: tuple[StagedTensor, ...] = layout.tensors
         self._later = later
         self._memory = arena.view
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(arena.view, np.uint8)
@@ -216,7 +217,7 @@ class Staging:
         now: list[int] = []
         for place, source in enumerate(self._sources):
             if on_device(source):
-                self._device.add(place, source, self._layout.offsets[place])
+                self._device.add(source, self.tensors[place].offset)
             elif self._later and not counted(source):
                 now.append(place)
             else:
@@ -224,23 +225,6 @@ class Staging:
         settle(source for source in self._sources if not on_device(source))
         self.copy(places=now)
         self._device.start()
-
-    def describe(self) -> tuple[StagedTensor, ...]:
-        """Return what will lie where."""
-        layout = self._layout
-        parts = zip(self._sources, layout.sizes, layout.offsets, layout.pieces, strict=True)
-        return tuple(
-            StagedTensor(
-                name=path_text(source.paths[0]),
-                dtype=source.dtype,
-                nbytes=size,
-                itemsize=source.itemsize,
-                row_bytes=source.row_bytes,
-                offset=offset,
-                piece_bytes=piece,
-            )
-            for source, size, offset, piece in parts
-        )
 
     def copy(
         self,
@@ -259,9 +243,10 @@ class Staging:
         meanwhile
             Called while these copy; then this thread copies too.
         """
-        layout, chosen = self._layout, self._left if places is None else places
         pieces = (
-            (place, *part) for place in chosen for part in cut(layout.sizes[place], _BATCH_BYTES)
+            (place, *part)
+            for place in (self._left if places is None else places)
+            for part in cut(self.tensors[place].nbytes, _BATCH_BYTES)
         )
         parts = in_batches(pieces, itemgetter(2), _BATCH_BYTES)
         taking = threading.Lock()
@@ -297,20 +282,20 @@ class Staging:
         """
         self._device.wait()
         assert self._changes is not None  # noqa: S101 - called once
-        self._changes.check(self._memory, self._layout.offsets)
+        self._changes.check(self._memory, [one.offset for one in self.tensors])
         self._changes, self._sources = None, ()
 
     def digests(self) -> Digests:
         """Return the digests of what is in the arena now."""
-        layout = self._layout
         found = []
-        for total, offset, piece in zip(layout.sizes, layout.offsets, layout.pieces, strict=True):
-            data = self._memory[offset : offset + total]
-            found.append([xxh3_64(data[at : at + size]) for at, size in cut(total, piece)])
+        for one in self.tensors:
+            data = self._memory[one.offset : one.offset + one.nbytes]
+            pieces = cut(one.nbytes, one.piece_bytes)
+            found.append([xxh3_64(data[at : at + size]) for at, size in pieces])
         return found
 
     def _copy_part(self, place: int, start: int, size: int) -> None:
-        at = self._layout.offsets[place] + start
+        at = self.tensors[place].offset + start
         target = self._bytes[at : at + size]
         prefault(target.data)
         source = self._sources[place]

@@ -14,7 +14,6 @@ from ckptstore.config import Options
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo, name_in
 from ckptstore.repo import Repo, open_repo
 from ckptstore.store.replicating import Place
@@ -89,9 +88,14 @@ def verify(
     """
     from ckptstore.maintenance.check.verify import sample_of, verify
 
+    versions = None if refs is None else named_versions(self.repo, refs)
+    if unverified:
+        if refs is not None:
+            raise InvalidInputError("refs and unverified exclude each other")
+        versions = [one for one in self.repo.refresh().versions() if not one.verified]
     return verify(
         self.repo,
-        versions=_chosen(self.repo, refs, unverified=unverified),
+        versions=versions,
         level=level,
         sample=sample_of(sample, part=part, now_ms=self.repo.environment.now_ms()),
         record=record,
@@ -152,18 +156,6 @@ def repair(
         return repair(
             self._session.repo, sources=sources, level=level, dry_run=dry_run, progress=progress
         )
-
-
-def _chosen(
-    repo: Repo, refs: Sequence[str] | None, *, unverified: bool
-) -> Sequence[Version] | None:
-    """Return the versions that are to be checked; None for all, and the log itself."""
-    versions = None if refs is None else named_versions(repo, refs)
-    if not unverified:
-        return versions
-    if refs is not None:
-        raise InvalidInputError("refs and unverified exclude each other")
-    return [version for version in repo.refresh().versions() if not version.verified]
 
 
 def _second_stores(

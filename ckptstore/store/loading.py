@@ -9,12 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.backends.transfers import operation
-from ckptstore.catalog.refs import parse_ref
 from ckptstore.checkpoint.cold_reads import naming_change
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.model import Ref, Version
+from ckptstore.model import Version
 from ckptstore.store import resume_check
-from ckptstore.store.store_session import HasSession, Session
+from ckptstore.store.store_session import HasSession, HasVersions, RefT, Session
 from ckptstore.store.version_lookup import named_version
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 
     from ckptstore.format.paths import Pattern
     from ckptstore.states.lazy import LazyVersion
-    from ckptstore.states.load import LoadRequest
     from ckptstore.states.shared_load import SharedLoad
-    from ckptstore.states.transfer import TransferReport, TransferRequest
+    from ckptstore.states.transfer import TransferReport
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -48,9 +46,10 @@ def version(self: HasSession, ref: str, *, fall_through: bool = True) -> LazyVer
     )
 
 
+@operation("load")
 def load(
-    self: HasSession,
-    ref: str,
+    self: HasVersions[RefT],
+    ref: RefT,
     *,
     include: Sequence[Pattern] | None = None,
     exclude: Sequence[Pattern] | None = None,
@@ -113,6 +112,7 @@ def load(
     """
     from ckptstore.states.load import LoadRequest
 
+    session = self._session
     request = LoadRequest(
         include=include,
         exclude=exclude,
@@ -121,21 +121,30 @@ def load(
         adapters=adapters,
         progress=progress,
     )
-    find = partial(named_version, self._session.repo, ref)
-    return load_state_of(
-        self._session,
-        partial(parse_ref, ref),
-        find,
-        request,
-        fall_through=fall_through,
-        refill=refill,
-        group=group,
-    )
+
+    def ready(version: Version) -> Version:
+        """Return a version, brought back first if that is wanted."""
+        return session.replicas.refill(version) if refill else version
+
+    opened = partial(lazy_version, session, fall_through=fall_through)
+    if group is not None:
+        from ckptstore.states.shared_load import SharedLoad
+
+        with SharedLoad(group, alike=True) as together:
+            found = _of_first(session, together, lambda: ready(self.resolve(ref)))
+            return opened(found)._load_as(replace(request, together=together))
+    parsed = self._parsed(ref)  # with a group, only the first rank needs a ref
+    if parsed.kind != "valid":
+        return opened(ready(self.resolve(ref)))._load_as(request)
+    from ckptstore.maintenance.check.latest_valid import first_sound
+
+    return first_sound(session.repo, parsed.run, lambda one: opened(ready(one))._load_as(request))
 
 
+@operation("load")
 def load_into(
-    self: HasSession,
-    ref: str,
+    self: HasVersions[RefT],
+    ref: RefT,
     target: object,
     *,
     include: Sequence[Pattern] | None = None,
@@ -186,13 +195,21 @@ def load_into(
     CorruptTensorError, RankFailedError, StorageError
         A tensor cannot be read; the target may then hold anything.
     """
-    from ckptstore.states.transfer import TransferRequest
+    from ckptstore.states.shared_load import SharedLoad
+    from ckptstore.states.transfer import TransferRequest, transfer
 
+    session = self._session
     request = TransferRequest(
         include=include, exclude=exclude, rename=rename, cast=cast, strict=strict, progress=progress
     )
-    find = partial(named_version, self._session.repo, ref)
-    return fill_from(self._session, find, target, request, group=group)
+    if group is None:
+        found = lazy_version(session, self.resolve(ref))
+        with naming_change(session.repo, found.info):
+            return transfer(session.repo, found.info, found._content, target, request)
+    with SharedLoad(group, alike=True) as together:
+        found = lazy_version(session, _of_first(session, together, lambda: self.resolve(ref)))
+        content = together.shared(found._content)
+        return transfer(session.repo, found.info, content, target, request)
 
 
 def from_pretrained(self: HasSession, ref: str, *, model: torch.nn.Module | None = None) -> Any:  # noqa: ANN401 - a model of any class
@@ -224,80 +241,6 @@ def from_pretrained(self: HasSession, ref: str, *, model: torch.nn.Module | None
     # Integrations are above this layer and optional: found by name, when asked for.
     pretrained = import_module("ckptstore.integrations.pretrained")
     return pretrained.load_pretrained(self, ref, model=model)
-
-
-@operation("load")
-def fill_from(
-    session: Session,
-    find: Callable[[], Version],
-    target: object,
-    request: TransferRequest,
-    *,
-    group: ProcessGroup | None,
-) -> TransferReport:
-    """Fill a model from a version; see :meth:`ckptstore.Store.load_into`.
-
-    Parameters
-    ----------
-    find
-        Returns the version.
-    """
-    from ckptstore.states.shared_load import SharedLoad
-    from ckptstore.states.transfer import transfer
-
-    if group is None:
-        found = lazy_version(session, find())
-        with naming_change(session.repo, found.info):
-            return transfer(session.repo, found.info, found._content, target, request)
-    with SharedLoad(group, alike=True) as together:
-        found = lazy_version(session, _of_first(session, together, find))
-        content = together.shared(found._content)
-        return transfer(session.repo, found.info, content, target, request)
-
-
-@operation("load")
-def load_state_of(
-    session: Session,
-    parse: Callable[[], Ref],
-    find: Callable[[], Version],
-    request: LoadRequest,
-    *,
-    fall_through: bool,
-    refill: bool,
-    group: ProcessGroup | None,
-) -> Any:  # noqa: ANN401 - whatever was saved
-    """Return the state of a version; see :meth:`ckptstore.Store.load`.
-
-    Parameters
-    ----------
-    parse
-        Returns the ref; with a group, only the first rank needs one.
-    find
-        Returns the version of the ref.
-    """
-
-    def ready(version: Version) -> Version:
-        """Return a version, brought back first if that is wanted."""
-        return session.replicas.refill(version) if refill else version
-
-    def state(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
-        """Return the state of one version, brought back first if that is wanted."""
-        found = ready(version)
-        return lazy_version(session, found, fall_through=fall_through)._load_as(request)
-
-    if group is not None:
-        from ckptstore.states.shared_load import SharedLoad
-
-        with SharedLoad(group, alike=True) as together:
-            asked = replace(request, together=together)
-            found = _of_first(session, together, lambda: ready(find()))
-            return lazy_version(session, found, fall_through=fall_through)._load_as(asked)
-    ref = parse()
-    if ref.kind != "valid":
-        return state(find())
-    from ckptstore.maintenance.check.latest_valid import first_sound
-
-    return first_sound(session.repo, ref.run, state)
 
 
 def _of_first(session: Session, together: SharedLoad, find: Callable[[], Version]) -> Version:

@@ -12,14 +12,7 @@ from ckptstore.backends.key_sources import KeyInput, hidden, read_key
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import SYSTEM, Options, cache_path
 from ckptstore.errors import InvalidInputError
-from ckptstore.replicas.options import (
-    PLACE,
-    ReplicaOptions,
-    check_given,
-    name_in,
-    open_place,
-    open_target,
-)
+from ckptstore.replicas.options import PLACE, ReplicaOptions, name_in, open_place, open_target
 from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 
@@ -121,7 +114,6 @@ def open_store(
         The storage failed, or refused the credentials.
     """
     encryption_key = hidden(encryption_key)
-    check_given(replicas)
     travelling = {
         "read_only": read_only,
         "single_writer": single_writer,
@@ -136,8 +128,8 @@ def open_store(
         "cache_bytes": cache_bytes,
         **storage_options,
     }
-    here = {"create": create, "chunk_bytes": chunk_bytes, "encryption_key": encryption_key}
-    repo = open_place(url, {**travelling, **here})
+    here = {"create": create, "chunk_bytes": chunk_bytes, "replicas": replicas}
+    repo = open_place(url, {**travelling, **here, "encryption_key": encryption_key})
     opening = Opening.of(open_store, url, encryption_key, travelling)
     return Store(repo, replicas=replicas, opening=opening)
 

@@ -15,7 +15,6 @@ from ckptstore.format.names import check_listed, check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.options import HasRepo, name_in, open_target
 from ckptstore.repo import Repo
-from ckptstore.store import resume_check
 from ckptstore.store.store_session import HasSession, Session
 from ckptstore.store.version_lookup import named_version, named_versions
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ckptstore.backends.base import Backend
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.replicas.evict import EvictReport
-    from ckptstore.maintenance.replicas.fork import ForkRequest
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.maintenance.reports.publish import PublishReport
     from ckptstore.replicas.writeback import WriteBack
@@ -310,13 +308,19 @@ def evict(
         This store cannot be written to, or with `pin` the replica; or a storage failed. What
         was evicted stays so.
     """
+    from ckptstore.maintenance.core.select_versions import select_versions
     from ckptstore.maintenance.replicas.evict import evict
 
     if refs is None and runs is None and keep is None:
         msg = "nothing says which versions are to be evicted"
         raise InvalidInputError(msg, hint="name versions or runs, or what stays: keep='last 5'")
     here, there = self._session.repo, self._session.replicas.find(replica)
-    versions = _evictable(here, refs, runs, keep)
+    named, of = named_versions(here, refs or ()), check_listed(runs or (), "runs")
+    versions = select_versions(here, refs=named, runs=of)
+    if keep is not None:
+        kept = {one.id for one in select_versions(here, runs=of, rules=keep)}
+        versions = [one for one in versions if one.id not in kept]
+    versions = [*versions, *(one for one in named if one.level == "record")]
     there.refresh()
     return evict(here, there, versions, missing=partial(missing, there), pin=pin, dry_run=dry_run)
 
@@ -424,24 +428,6 @@ def wait_replicated(
     return self._session.write_backs.wait(found, timeout_s, replica)
 
 
-def _evictable(
-    repo: Repo,
-    refs: Sequence[str] | None,
-    runs: Sequence[str] | None,
-    keep: str | Sequence[str] | None,
-) -> list[Version]:
-    """Return the versions that are named but for those that rules keep, and earlier evictions."""
-    from ckptstore.maintenance.core.select_versions import select_versions
-
-    named = named_versions(repo, refs or ())
-    of = check_listed(runs or (), "runs")
-    wanted = select_versions(repo, refs=named, runs=of)
-    if keep is not None:
-        kept = {one.id for one in select_versions(repo, runs=of, rules=keep)}
-        wanted = [one for one in wanted if one.id not in kept]
-    return [*wanted, *(one for one in named if one.level == "record")]
-
-
 def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
     """Return ids of versions that a replica has deleted, or whose objects are not all there."""
     from ckptstore.maintenance.check.verify import verify
@@ -470,14 +456,3 @@ def _target(
         msg = "to_key is for the place of a store, not for one that is open"
         raise InvalidInputError(msg, hint="open it with its key")
     return nullcontext(there)
-
-
-def fork(session: Session, ref: str, request: ForkRequest, target: Repo) -> None:
-    """Begin a run at a version, in its own store or another; see :meth:`ckptstore.Store.fork`."""
-    from ckptstore.maintenance.replicas.fork import fork
-
-    source = named_version(session.repo, ref)
-    session.replicas.lent(
-        source, lambda lender: fork(target, session.repo, source, request, lender=lender)
-    )
-    resume_check.chosen(target, request.run)

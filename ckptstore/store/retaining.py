@@ -16,6 +16,7 @@ from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
+from ckptstore.store.store_session import HasVersions, RefT
 from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
@@ -25,26 +26,25 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
     from ckptstore.maintenance.cold.thaw import ThawReport
     from ckptstore.maintenance.collect.gc import GcReport
-    from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
 
-def pin(self: HasRepo, ref: str) -> Version:
+def pin(self: HasVersions[RefT], ref: RefT) -> Version:
     """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""
-    version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: lifecycle_ops.pin(now, version.id))
-    return self.repo.catalog.version(version.id)
+    repo, version = self._session.repo, self.resolve(ref)
+    repo.log.append_any(lambda now: lifecycle_ops.pin(now, version.id))
+    return repo.catalog.version(version.id)
 
 
-def unpin(self: HasRepo, ref: str) -> Version:
+def unpin(self: HasVersions[RefT], ref: RefT) -> Version:
     """Take a pin away."""
-    version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: lifecycle_ops.unpin(now, version.id))
-    return self.repo.catalog.version(version.id)
+    repo, version = self._session.repo, self.resolve(ref)
+    repo.log.append_any(lambda now: lifecycle_ops.unpin(now, version.id))
+    return repo.catalog.version(version.id)
 
 
-def tag(self: HasRepo, ref: str, tag: str) -> Version:
+def tag(self: HasVersions[RefT], ref: RefT, tag: str) -> Version:
     """Give a version a tag in its run; a tag of this name moves. Return the version.
 
     Raises
@@ -54,9 +54,9 @@ def tag(self: HasRepo, ref: str, tag: str) -> Version:
     ReadOnlyError, UnsafeBackendError, StorageError
         It could not be committed.
     """
-    version = named_version(self.repo, ref)
-    self.repo.log.append(lambda now: run_ops.tag(now, version.run, version.id, tag))
-    return self.repo.catalog.version(version.id)
+    repo, version = self._session.repo, self.resolve(ref)
+    repo.log.append(lambda now: run_ops.tag(now, version.run, version.id, tag))
+    return repo.catalog.version(version.id)
 
 
 def untag(self: HasRepo, ref: str, tag: str) -> Version:
@@ -75,8 +75,8 @@ def untag(self: HasRepo, ref: str, tag: str) -> Version:
 
 
 def annotate(
-    self: HasRepo,
-    ref: str,
+    self: HasVersions[RefT],
+    ref: RefT,
     metrics: Mapping[str, float] | None = None,
     *,
     metadata: Mapping[str, Any] | None = None,
@@ -97,19 +97,38 @@ def annotate(
     ReadOnlyError, UnsafeBackendError, StorageError
         It could not be committed.
     """
-    version = named_version(self.repo, ref)
+    repo, version = self._session.repo, self.resolve(ref)
     given = {} if metrics is None else metrics
-    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, given, metadata))
-    return self.repo.catalog.version(version.id)
+    repo.log.append(lambda now: run_ops.annotate(now, version.id, given, metadata))
+    return repo.catalog.version(version.id)
 
 
-def rollback(self: HasRepo, ref: str, *, reason: str = "") -> Version:
-    """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""
+def rollback(self: HasVersions[RefT], ref: RefT, *, reason: str = "") -> Version:
+    """Make a version the head of its run again; return it.
+
+    The next save continues it, and ``latest`` names it. Versions after it are abandoned: they
+    stay, can be loaded by step or id, and come back by rolling back to the last of them.
+    Nothing is copied or deleted.
+
+    Parameters
+    ----------
+    ref
+        A version, such as ``best:val_loss``.
+    reason
+        For people who read the log.
+
+    Raises
+    ------
+    VersionNotFoundError
+        It names no version, or one that has only its record.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        It could not be committed.
+    """
     from ckptstore.maintenance.retention.rollback import rollback
 
-    version = named_version(self.repo, ref)
-    resume_check.chosen(self.repo, version.run)
-    return rollback(self.repo, version.run, version.id, reason=reason).target
+    repo, version = self._session.repo, self.resolve(ref)
+    resume_check.chosen(repo, version.run)
+    return rollback(repo, version.run, version.id, reason=reason).target
 
 
 def set_policy(self: HasRepo, policy: AnyPolicy | None) -> None:
@@ -228,9 +247,17 @@ def age(
     PolicyError
         One is pinned, or needs `force`, or has no tensors of role ``weights``.
     """
+    from ckptstore.catalog.policy import rounding_of
+    from ckptstore.encodings.encoding import Encoding
+    from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.retain import age
 
-    target = _lowered(level, lossy)
+    given = None if lossy is None else Encoding.of(lossy)
+    encodings = rounding_of(level, [] if given is None else [given])
+    if given is not None and given.name not in [one.name for one in encodings]:
+        msg = f"{str(given)!r} is not what the level {level} is written in"
+        raise InvalidInputError(msg, hint="weights-bf16 goes with bf16, weights-int8 with int8")
+    target = Target(level=level, encodings=encodings)
     ids = age(self.repo, named_versions(self.repo, refs), target, force=force)
     return [self.repo.catalog.version(one) for one in ids]
 
@@ -323,26 +350,6 @@ def gc(
     )
 
 
-def _lowered(level: LowerLevel, lossy: Encoding | str | None) -> Target:
-    """Return the level that versions go down to, with the encodings of its weights.
-
-    Raises
-    ------
-    InvalidInputError
-        The level is not written in the encoding.
-    """
-    from ckptstore.catalog.policy import rounding_of
-    from ckptstore.encodings.encoding import Encoding
-    from ckptstore.maintenance.retention.reduce import Target
-
-    given = None if lossy is None else Encoding.of(lossy)
-    encodings = rounding_of(level, [] if given is None else [given])
-    if given is not None and given.name not in [one.name for one in encodings]:
-        msg = f"{str(given)!r} is not what the level {level} is written in"
-        raise InvalidInputError(msg, hint="weights-bf16 goes with bf16, weights-int8 with int8")
-    return Target(level=level, encodings=encodings)
-
-
 def archive(
     self: HasRepo,
     refs: Sequence[str] | None = None,
@@ -392,9 +399,15 @@ def archive(
     ReadOnlyError, StorageError
         The store cannot be written to, or the storage failed. What was moved stays so.
     """
-    from ckptstore.maintenance.cold.archive import archive
+    from ckptstore.maintenance.cold.archive import archivable, archive
 
-    versions = _chosen(self.repo, refs, runs, keep_hot, min_age_s)
+    if refs is None:
+        of = check_listed(runs or (), "runs")
+        versions = archivable(self.repo, runs=of, keep_hot=keep_hot, min_age_s=min_age_s)
+    elif runs is not None or keep_hot is not None or min_age_s:
+        raise InvalidInputError("refs and a selection by runs, rules or age exclude each other")
+    else:
+        versions = named_versions(self.repo, refs)
     return archive(self.repo, versions, storage_class, dry_run=dry_run, progress=progress)
 
 
@@ -462,21 +475,3 @@ def thaw(
         progress=progress,
     )
     return thaw(self.repo, named_version(self.repo, ref), request)
-
-
-def _chosen(
-    repo: Repo,
-    refs: Sequence[str] | None,
-    runs: Sequence[str] | None,
-    keep_hot: str | Sequence[str] | None,
-    min_age_s: float,
-) -> Sequence[Version]:
-    """Return the versions that are named, or those that runs, rules and age select."""
-    from ckptstore.maintenance.cold.archive import archivable
-
-    if refs is None:
-        of = check_listed(runs or (), "runs")
-        return archivable(repo, runs=of, keep_hot=keep_hot, min_age_s=min_age_s)
-    if runs is not None or keep_hot is not None or min_age_s:
-        raise InvalidInputError("refs and a selection by runs, rules or age exclude each other")
-    return named_versions(repo, refs)

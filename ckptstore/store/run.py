@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.errors import CkptStoreError, InvalidInputError, InvalidRefError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import entries_of
-from ckptstore.model import RunInfo, Version, versions_table
+from ckptstore.model import Ref, RunInfo, Version, versions_table
 from ckptstore.shown import HtmlTable, Shown
 from ckptstore.store import loading, resume_check, retaining
-from ckptstore.store.loading import lazy_version, load_state_of
+from ckptstore.store.loading import lazy_version
 from ckptstore.store.store_session import Session, ready
 
 if TYPE_CHECKING:
@@ -28,32 +28,24 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.check.latest_valid import LatestValid
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
     from ckptstore.saver.pending import PendingSave
-    from ckptstore.saver.saver import IfBusy, Stage
+    from ckptstore.saver.save_state import IfBusy
+    from ckptstore.saver.saver import Stage
     from ckptstore.states.lazy import LazyVersion
-    from ckptstore.states.transfer import TransferReport
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
 _log = logging.getLogger("ckptstore")
 
 
+@dataclass(eq=False, repr=False)
 class Run(Shown):
     """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
 
-    def __init__(
-        self,
-        session: Session,
-        name: str,
-        directions: Mapping[str, Direction],
-        encodings: EncodingRules | None = None,
-        *,
-        retains: bool = False,
-    ) -> None:
-        self._session = session
-        self._directions = directions
-        self._encodings = encodings
-        self._retains = retains
-        self.name = name
+    _session: Session
+    name: str
+    _directions: Mapping[str, Direction]
+    _encodings: EncodingRules | None = None
+    _retains: bool = False
 
     def __repr__(self) -> str:
         """Return name and location."""
@@ -116,11 +108,14 @@ class Run(Shown):
         InvalidRefError, RunNotFoundError, VersionNotFoundError
             As :meth:`Store.resolve`.
         """
-        parsed = parse_ref(str(ref), run=self.name)
+        parsed = self._parsed(ref)
         if parsed.kind == "valid":
             return self.latest_valid().version
         catalog = self._session.repo.refresh()
         return resolve(catalog, parsed, directions=self._directions)
+
+    def _parsed(self, ref: str | int) -> Ref:
+        return parse_ref(str(ref), run=self.name)
 
     def best(
         self, metric: str, *, n: int = 1, step_min: int = 0, step_max: int | None = None
@@ -403,21 +398,15 @@ class Run(Shown):
         group: ProcessGroup | None = None,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
-        from ckptstore.states.load import LoadRequest
-
-        request = LoadRequest(
+        return loading.load(
+            self,
+            ref,
             include=include,
             exclude=exclude,
             map_location=map_location,
             into=into,
             adapters=adapters,
             progress=progress,
-        )
-        return load_state_of(
-            self._session,
-            partial(parse_ref, str(ref), run=self.name),
-            partial(self.resolve, ref),
-            request,
             fall_through=fall_through,
             refill=refill,
             group=group,
@@ -444,37 +433,9 @@ class Run(Shown):
 
         return latest_valid(self._session.repo, self.name, progress=progress)
 
-    def load_into(
-        self,
-        ref: str | int,
-        target: object,
-        *,
-        include: Sequence[Pattern] | None = None,
-        exclude: Sequence[Pattern] | None = None,
-        rename: Mapping[Pattern, Pattern] | None = None,
-        cast: bool | Literal["lossy"] = True,
-        strict: bool | None = None,
-        progress: ProgressCallback = silent,
-        group: ProcessGroup | None = None,
-    ) -> TransferReport:
-        """Fill a different model from a version of this run; see :meth:`Store.load_into`."""
-        from ckptstore.states.transfer import TransferRequest
+    load_into = loading.load_into
 
-        request = TransferRequest(
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            cast=cast,
-            strict=strict,
-            progress=progress,
-        )
-        return loading.fill_from(
-            self._session, partial(self.resolve, ref), target, request, group=group
-        )
-
-    def tag(self, ref: str | int, tag: str) -> Version:
-        """Give a version of this run a tag; see :meth:`Store.tag`."""
-        return retaining.tag(self._session, f"#{self.resolve(ref).id}", tag)
+    tag = retaining.tag
 
     def untag(self, tag: str) -> None:
         """Take a tag away.
@@ -486,47 +447,10 @@ class Run(Shown):
         """
         self._session.repo.log.append(lambda now: run_ops.untag(now, self.name, tag))
 
-    def annotate(
-        self,
-        ref: str | int,
-        metrics: Mapping[str, float] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Version:
-        """Add metrics and metadata to a version of this run; see :meth:`Store.annotate`."""
-        found = f"#{self.resolve(ref).id}"
-        return retaining.annotate(self._session, found, metrics, metadata=metadata)
-
-    def rollback(self, ref: str | int, *, reason: str = "") -> Version:
-        """Make a version the head of the run again; return it.
-
-        The next save continues it, and ``latest`` names it. Versions after it are abandoned: they
-        stay, can be loaded by step or id, and come back by rolling back to the last of them.
-        Nothing is copied or deleted.
-
-        Parameters
-        ----------
-        ref
-            A version of this run, such as ``best:val_loss``.
-        reason
-            For people who read the log.
-
-        Raises
-        ------
-        VersionNotFoundError
-            It names no version, or one that has only its record.
-        ReadOnlyError, UnsafeBackendError, StorageError
-            It could not be committed.
-        """
-        return retaining.rollback(self._session, f"#{self.resolve(ref).id}", reason=reason)
-
-    def pin(self, ref: str | int) -> Version:
-        """Pin a version of this run; see :meth:`Store.pin`."""
-        return retaining.pin(self._session, f"#{self.resolve(ref).id}")
-
-    def unpin(self, ref: str | int) -> Version:
-        """Unpin a version of this run; see :meth:`Store.unpin`."""
-        return retaining.unpin(self._session, f"#{self.resolve(ref).id}")
+    annotate = retaining.annotate
+    rollback = retaining.rollback
+    pin = retaining.pin
+    unpin = retaining.unpin
 
     def set_policy(self, policy: AnyPolicy | None) -> None:
         """Store the retention policy of this run; None takes it away. The run need not exist yet.

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 from ckptstore import errors
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.metrics import check_directions
+from ckptstore.catalog.refs import parse_ref
 from ckptstore.events import Observer, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
-from ckptstore.model import RunInfo, Version
+from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.replicas.options import ReplicaOptions
 from ckptstore.repo import Repo
 from ckptstore.shown import HtmlTable, Shown
-from ckptstore.store import checking, loading, replicating, retaining
+from ckptstore.store import checking, loading, replicating, resume_check, retaining
 from ckptstore.store.pickling import Opening, unpickled
 from ckptstore.store.run import Run
 from ckptstore.store.store_session import Session, ready
@@ -172,7 +173,7 @@ class Store(Shown):
 
             rules = EncodingRules(encodings)
         keeps = keep_last is not None or keep_best is not None
-        made = Run(self._session, check_run_name(name), wanted, rules, retains=keeps)
+        made = Run(self._session, check_run_name(name), wanted, rules, keeps)
         if "torch" in sys.modules:
             ready()
         if wanted:
@@ -258,6 +259,9 @@ class Store(Shown):
             The log is damaged; the message names the commit. Or no version is ``latest-valid``.
         """
         return named_version(self.repo, ref)
+
+    def _parsed(self, ref: str) -> Ref:
+        return parse_ref(ref)
 
     log = checking.log
     diff = checking.diff
@@ -381,7 +385,7 @@ class Store(Shown):
             It could not be committed.
         """
         from ckptstore.checkpoint.selection import Selection
-        from ckptstore.maintenance.replicas.fork import ForkRequest
+        from ckptstore.maintenance.replicas.fork import ForkRequest, fork
 
         request = ForkRequest(
             run=new_run,
@@ -391,7 +395,11 @@ class Store(Shown):
             progress=progress,
         )
         target = self if store is None or store.repo is self.repo else store
-        replicating.fork(self._session, ref, request, target.repo)
+        source = self.resolve(ref)
+        self._session.replicas.lent(
+            source, lambda lender: fork(target.repo, self.repo, source, request, lender=lender)
+        )
+        resume_check.chosen(target.repo, new_run)
         return target.run(new_run)
 
     rollback = retaining.rollback

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError, SaveBusyError
 from ckptstore.events import Events
 from ckptstore.format.names import entries_of
-from ckptstore.model import Version
+from ckptstore.model import Ref, Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
 from ckptstore.replicas.writeback import WriteBacks
@@ -45,6 +45,19 @@ class HasSession(Protocol):
     @property
     def _session(self) -> Session:
         """The open store."""
+
+
+RefT = TypeVar("RefT", contravariant=True)
+
+
+class HasVersions(HasSession, Protocol[RefT]):
+    """A store or a run, by what methods of both need of it."""
+
+    def resolve(self, ref: RefT, /) -> Version:
+        """Return the version that a ref names."""
+
+    def _parsed(self, ref: RefT, /) -> Ref:
+        """Return a ref by its parts."""
 
 
 class Session:

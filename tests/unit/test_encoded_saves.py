@@ -538,7 +538,7 @@ def test_a_save_is_cancelled_while_it_measures() -> None:
     staging.copy()
     gate = CancellationToken()
     gate.cancel()
-    staged = sources_in(arena.view, staging.describe(), staging.digests(), gate.check)
+    staged = sources_in(arena.view, staging.tensors, staging.digests(), gate.check)
     with pytest.raises(OperationCancelledError):
         encode_draft(replace(draft, sources=staged), parent=None, chunk_bytes=1 << 22, workers=2)
 

@@ -194,7 +194,7 @@ def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
         number=1,
         request=WriteRequest(run="gpt", step=2),
         retain=False,
-        version="",
+        version_id="",
         began=environment.monotonic(),
         environment=environment,
         on_progress=silent,

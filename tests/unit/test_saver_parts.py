@@ -166,7 +166,7 @@ def _staged(state: object) -> tuple[Arena, tuple[StagedTensor, ...], Digests, li
     arena = Arena(max(4096, layout.size_bytes), shared=False)
     staging = Staging(flat.tensors, layout, arena, later=True)
     staging.begin()
-    staged = staging.describe()
+    staged = staging.tensors
     staging.copy()
     staging.settle()
     meant = []
@@ -228,7 +228,7 @@ def test_copies_by_several_threads() -> None:
     with ThreadPoolExecutor(3) as helpers:
         staging = Staging(flat.tensors, layout, arena, later=False)
         staging.begin()
-        staged = staging.describe()
+        staged = staging.tensors
         staging.copy(helpers, 3)
         staging.settle()
     for source, tensor in zip(flat.tensors, staged, strict=True):
