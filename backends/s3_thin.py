@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
 import ipaddress
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import reduce
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from botocore import UNSIGNED
 from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
 from botocore.parsers import create_parser
 
 from ckptstore.backends import wire
@@ -71,8 +70,6 @@ class _Endpoint:
     signer: Foreign
     """Of botocore; None for requests without a signature."""
     signing: Mapping[str, str]
-    scope: str
-    """Region and service of signatures."""
     agent: str
     pool: Foreign
     """The client's connections to the server."""
@@ -93,8 +90,6 @@ class ThinCalls:
         self._client = client
         self._sealed = sealed
         self._endpoint: _Endpoint | None = None
-        self._key = (b"", b"")
-        """What a signing key was made of, and the key."""
         self._refused_at = -_CALM_S
         self._session: Foreign = getattr(getattr(client, "_endpoint", None), "http_session", None)
         config = client.meta.config
@@ -138,12 +133,15 @@ class ThinCalls:
         headers = {name: request[key] for key, name in _HEADERS.items() if key in request}
         verb = "PUT" if body else "GET"
         headers["Host"] = at.host
-        digest = self._digest(at, operation, headers, body)
-        if at.signer is not None:
-            headers["X-Amz-Content-SHA256"] = digest
-            self._sign(at, (verb, path, query), headers, digest)
-        headers["User-Agent"] = at.agent
         target = f"{path}?{query}" if query else path
+        if at.signer is not None:
+            digest = self._digest(at, operation, headers, body)
+            auth = at.signer.get_auth_instance(**at.signing)
+            auth.payload = lambda _: digest
+            made = AWSRequest(verb, at.origin + target, headers)
+            auth.add_auth(made)
+            headers = dict(made.headers)
+        headers["User-Agent"] = at.agent
         answer = wire.send(at.pool, verb, target, headers, body, limit_s)
         if answer.status in {200, 206}:
             return answer
@@ -160,41 +158,6 @@ class ThinCalls:
         if not signed:
             return "UNSIGNED-PAYLOAD"
         return _sha256(body)
-
-    def _sign(
-        self, at: _Endpoint, place: tuple[str, str, str], headers: dict[str, str], digest: str
-    ) -> None:
-        """Sign a request by AWS's version 4, as botocore's ``S3SigV4Auth`` does."""
-        credentials = at.signer.get_auth_instance(**at.signing).credentials
-        now = datetime.fromtimestamp(SYSTEM.now_ms() / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
-        headers["X-Amz-Date"] = now
-        if credentials.token:
-            headers["X-Amz-Security-Token"] = credentials.token
-        lines = sorted((name.lower(), " ".join(x.split())) for name, x in headers.items())
-        names = ";".join(name for name, _ in lines)
-        text = "".join(f"{name}:{value}\n" for name, value in lines)
-        canonical = "\n".join((*place, text, names, digest))
-        scope = f"{now[:8]}/{at.scope}"
-        hashed = hashlib.sha256(canonical.encode()).hexdigest()
-        key = self._signing_key(credentials.secret_key, scope)
-        signature = hmac.digest(
-            key, f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashed}".encode(), "sha256"
-        )
-        headers["Authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope},"
-            f" SignedHeaders={names}, Signature={signature.hex()}"
-        )
-
-    def _signing_key(self, secret: str, scope: str) -> bytes:
-        """Return the key of a day, a region and a service."""
-        source = f"AWS4{secret} {scope}".encode()
-        made_of, key = self._key
-        if made_of != source:
-            key = f"AWS4{secret}".encode()
-            for part in scope.split("/"):
-                key = hmac.digest(key, part.encode(), "sha256")
-            self._key = source, key
-        return key
 
     def _refuse(self, answer: wire.Answer, operation: str) -> None:
         """Raise the client's error for an answer, or return if the client finds a way on."""
@@ -239,7 +202,6 @@ class ThinCalls:
             path=parts.path.removesuffix(name),
             signer=None if anonymous else request_signer,
             signing=way,
-            scope=f"{way['region_name']}/{way['signing_name']}/aws4_request",
             pool=pool,
             agent=request.headers.get("User-Agent", ""),
         )
