@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from ckptstore import errors, limits
-from ckptstore.backends import base, bucket
+from ckptstore.backends import base, bucket, storage_classes
 from ckptstore.backends.bucket import Foreign, Wait
 from ckptstore.backends.buffers import BufferPool
 from ckptstore.backends.parted_writer import PartedWriter, gone
@@ -24,14 +24,6 @@ from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3_calls import Request, S3Calls, code_of, read_settings, translate
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.scatter import wanted_bytes
-from ckptstore.backends.storage_classes import (
-    STANDARD,
-    TIERING,
-    Access,
-    ColdStorage,
-    ObjectState,
-    class_named,
-)
 from ckptstore.errors import ColdObjectError, LimitError, StorageError, TransientStorageError
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
@@ -98,7 +90,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         """Delete an object; S3 accepts a missing one."""
         self._call(f"delete {key}", "delete_object", self._object(key))
 
-    def cold_storage(self) -> ColdStorage:
+    def cold_storage(self) -> storage_classes.ColdStorage:
         """Return access to the storage classes of these objects."""
         return S3ColdStorage(self._object, self._run)
 
@@ -190,7 +182,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
             key=key,
             size_bytes=item["Size"] if "Size" in item else item["ContentLength"],
             modified_at=item["LastModified"].timestamp(),
-            storage_class=item.get("StorageClass") or STANDARD,
+            storage_class=item.get("StorageClass") or storage_classes.STANDARD,
         )
 
     _translate = staticmethod(translate)
@@ -323,7 +315,7 @@ def open_s3(
 
 
 _CLASSES: Final = (
-    *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
+    *(storage_classes.STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
     *("GLACIER_IR", "GLACIER", "DEEP_ARCHIVE"),
 )
 _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
@@ -348,7 +340,7 @@ class S3ColdStorage:
         self._object = name
         self._send = send
 
-    def restore_state(self, key: str) -> ObjectState:
+    def restore_state(self, key: str) -> storage_classes.ObjectState:
         """Return class and state by a HEAD."""
         return _state(self._head(key))
 
@@ -408,7 +400,7 @@ class S3ColdStorage:
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
-        if self.restore_state(key).storage_class == TIERING:
+        if self.restore_state(key).storage_class == storage_classes.TIERING:
             del wanted["Days"]  # it is restored for good
         request = self._object(key) | {"RestoreRequest": wanted}
 
@@ -434,11 +426,11 @@ class S3ColdStorage:
         return self._send(f"stat {key}", lambda calls: calls.call("head_object", request))
 
 
-def _state(head: Mapping[str, Any]) -> ObjectState:
+def _state(head: Mapping[str, Any]) -> storage_classes.ObjectState:
     """Return class and state from the answer to a HEAD."""
-    name = head.get("StorageClass") or STANDARD
+    name = head.get("StorageClass") or storage_classes.STANDARD
     access, until = _access(name, head)
-    return ObjectState(
+    return storage_classes.ObjectState(
         storage_class=name,
         size_bytes=head["ContentLength"],
         modified_at=head["LastModified"].timestamp(),
@@ -447,8 +439,8 @@ def _state(head: Mapping[str, Any]) -> ObjectState:
     )
 
 
-def _access(name: str, head: Mapping[str, Any]) -> tuple[Access, datetime | None]:
-    if not (class_named(name).is_archive or head.get("ArchiveStatus")):
+def _access(name: str, head: Mapping[str, Any]) -> tuple[storage_classes.Access, datetime | None]:
+    if not (storage_classes.class_named(name).is_archive or head.get("ArchiveStatus")):
         return "readable", None
     told = _RESTORE.search(head.get("Restore") or "")
     if told is None:

@@ -60,7 +60,7 @@ class DirectCalls:
         if answer is not None:
             answer.content()
             return {"ETag": answer.headers.get("ETag", "")}
-        sending = _Sending(body)
+        sending = _Sending(body[0] if len(body) == 1 else memoryview(b"".join(body)))
         try:
             return self.call(method, request | {"Body": sending})
         finally:
@@ -147,33 +147,25 @@ class _Sending(io.RawIOBase):
     more than they ask for, which they pass on to the socket as it is.
     """
 
-    def __init__(self, body: Buffers) -> None:
+    def __init__(self, view: memoryview) -> None:
         super().__init__()
-        step = limits.STREAM_BYTES
-        self.blocks = [view[at : at + step] for view in body for at in range(0, len(view), step)]
-        self._next = 0
-        """Number of the block that is read next; by this number positions are told."""
+        self.view = view
+        self._at = 0
         self._passed = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self.blocks))
 
     def read(self, size: int = -1) -> bytes:
         """Return the next megabyte, as a view."""
         moved(self._passed)  # what was read before has gone out
-        block = self.blocks[self._next] if self._next < len(self.blocks) else b""
-        self._next += 1
-        self._passed = len(block)
-        return block  # type: ignore[return-value]  # bytes by all that is done with it
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._next
+        part = self.view[self._at : self._at + limits.STREAM_BYTES]
+        self._at += len(part)
+        self._passed = len(part)
+        return part  # type: ignore[return-value]  # bytes by all that is done with it
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position that was told: botocore may send again after a redirect."""
-        self._next = offset
-        return offset
+        """Move: botocore measures the length, and may send again after a redirect."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.view)}[whence]
+        self._at = base + offset
+        return self._at
 
     def seekable(self) -> bool:
         """Return True."""
@@ -185,7 +177,7 @@ class _Sending(io.RawIOBase):
 
     def release(self) -> None:
         """Release the memory; later reads fail."""
-        self.blocks = []
+        self.view = memoryview(b"")
 
 
 def _head(answer: wire.Answer) -> dict[str, Any]:
@@ -204,7 +196,7 @@ def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
         return
     signed, checked = protection(params["url"], model.name)
     if checked:
-        params["headers"]["x-amz-checksum-crc32"] = crc32(body.blocks)
+        params["headers"]["x-amz-checksum-crc32"] = crc32([body.view])
     context = params["context"]
     config = context["client_config"]
     chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}

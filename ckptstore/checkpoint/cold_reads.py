@@ -6,13 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptstore.errors import (
-    CkptStoreError,
-    ColdObjectError,
-    ConflictError,
-    IntegrityError,
-    VersionNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.format.paths import Pattern
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -45,12 +39,12 @@ def naming_cold(
     """
     try:
         yield
-    except ColdObjectError as error:
-        first = error.__cause__ if isinstance(error.__cause__, ColdObjectError) else error
+    except errors.ColdObjectError as error:
+        first = error.__cause__ if isinstance(error.__cause__, errors.ColdObjectError) else error
         name = shown or f"version {version[:_ID_CHARS]}"
         msg = f"{name} lies in an archive class, and must be thawed first ({first.message})"
         hint = thaw_command(version, url, include=include, exclude=exclude)
-        named = ColdObjectError(msg, hint=hint)
+        named = errors.ColdObjectError(msg, hint=hint)
         named.version = version
         raise named from first
 
@@ -68,20 +62,20 @@ def naming_change(repo: Repo, version: Version | None) -> Iterator[None]:
     """
     try:
         yield
-    except IntegrityError as error:
+    except errors.IntegrityError as error:
         if version is None:
             raise
         try:
             newest = repo.refresh().find(version.id) or version
-        except CkptStoreError:
+        except errors.CkptStoreError:
             newest = version
         if newest.deleted or newest.level == "record" != version.level:
             became = "deleted" if newest.deleted else "reduced to its record"
             msg = f"{version.label} was {became} while it was read"
-            raise VersionNotFoundError(msg, hint="load another version") from error
+            raise errors.VersionNotFoundError(msg, hint="load another version") from error
         if newest.manifest_key != version.manifest_key:
             msg = f"{version.label} was moved while it was read"
-            raise ConflictError(msg, hint="load it again") from error
+            raise errors.ConflictError(msg, hint="load it again") from error
         raise
 
 

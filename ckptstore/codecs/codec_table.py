@@ -66,9 +66,6 @@ class Encoded:
     layout: Layout
     parts: Sequence[Part]
     stored_bytes: int
-    done: Callable[[], None] | None = None
-    """Called, from any thread, when the memory of the parts may be reused; None: a writer copies
-    them."""
 
 
 def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:

@@ -166,13 +166,23 @@ class PackSink:
         """Bytes of all packs so far, headers and indexes included."""
         self.packs_count = 0
 
-    def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
-        """Write one chunk and return where it lies; `encoded` may be reused unless it has ``done``.
+    def append(
+        self,
+        turn: int,
+        encoded: Encoded,
+        chunk_id: bytes,
+        raw_bytes: int,
+        done: Callable[[], None] | None = None,
+    ) -> Placed:
+        """Write one chunk and return where it lies.
 
         Parameters
         ----------
         turn
             Picks the stream; callers that run at once pass different numbers.
+        done
+            Called, from any thread, when the memory of `encoded` may be reused; without it, that is
+            when this returns.
 
         Raises
         ------
@@ -196,11 +206,11 @@ class PackSink:
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker
-            if encoded.done is None:
+            if done is None:
                 stream.writer.write([header, *encoded.parts])
             else:
                 stream.writer.write(header)
-                stream.writer.write_kept(encoded.parts, encoded.done)
+                stream.writer.write_kept(encoded.parts, done)
             stored_bytes = encoded.stored_bytes
             placed = Placed(pack=stream.pack, offset=stream.offset, stored_bytes=stored_bytes)
             row = layout.IndexRow(

@@ -198,7 +198,6 @@ class _Room:
 
     def __init__(self, size: int, pool: BufferPool | None) -> None:
         self._kept_min = size * 3 // 4
-        """Bytes of chunks that are handed over: a shorter one would keep too much."""
         self._pool = pool if pool is not None and size <= pool.buffer_bytes else None
         copied = size if self._pool is None else max(self._kept_min, limits.SLAB_BYTES)
         self.own = memoryview(bytearray(copied))
@@ -207,8 +206,9 @@ class _Room:
 
     def view(self, length: int) -> memoryview:
         """Return the memory for a chunk of so many bytes."""
-        if self._pool is None or length < self._kept_min:
+        if not self._may_go(length):
             return self.own[:length]
+        assert self._pool is not None  # noqa: S101  # for the type checker
         memory = self._memory = self._memory or self._pool.take()
         memory.touched = max(memory.touched, length)
         view = memoryview(memory.memory)[:length]
@@ -226,11 +226,15 @@ class _Room:
             Whether the writer gets this memory; else it gets the new memory of an encoder.
         """
         if not raw:
-            return lambda: None
-        if self._pool is None or self._memory is None or length < self._kept_min:
+            return _nothing
+        if not self._may_go(length) or self._pool is None or self._memory is None:
             return None
         memory, self._memory = self._memory, None
         return partial(self._pool.give, memory)
+
+    def _may_go(self, length: int) -> bool:
+        """Return whether chunks of this length are handed over: a short one keeps too much."""
+        return self._pool is not None and length >= self._kept_min
 
 
 @dataclass(slots=True)
@@ -402,14 +406,13 @@ class _PieceWrite:
         if self._share(slot, piece_id, job.length):
             return True
         if self._claim(slot, piece_id):
-            base = None
+            base = done = None
             if self.deltas is None:
                 encoded = encode(staged, job.layout, self.choice)
                 done = room.hand_over(job.length, raw=encoded.codec == RAW)
-                encoded = replace(encoded, done=done)
             else:
                 encoded, base = self.deltas.encode(slot, piece_id, staged, job.layout)
-            place = self._append(turn, encoded, piece_id, job.length, spent, hashed)
+            place = self._append(turn, encoded, piece_id, job.length, spent, hashed, done)
             self.rows.fill(slot, piece_id, job.length, replace(place, base=base))
             self.rows.stored_new[slot] = place.stored_bytes + CHUNK_HEADER_BYTES
         return False
@@ -447,11 +450,18 @@ class _PieceWrite:
         self.rows.fill_slab(members, place)
 
     def _append(
-        self, turn: int, encoded: Encoded, chunk_id: bytes, size: int, spent: _Spent, hashed: float
+        self,
+        turn: int,
+        encoded: Encoded,
+        chunk_id: bytes,
+        size: int,
+        spent: _Spent,
+        hashed: float,
+        done: Callable[[], None] | None = None,
     ) -> Location:
         """Write a chunk whose encoding began at `hashed`; return where it lies."""
         ready = self.clock()
-        placed = self.sink.append(turn, encoded, chunk_id, size)
+        placed = self.sink.append(turn, encoded, chunk_id, size, done)
         spent.encoding_s += ready - hashed
         spent.writing_s += self.clock() - ready
         return Location(**asdict(placed), inner=0, slab_bytes=size)
@@ -490,6 +500,10 @@ def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
     for source in sources:
         _stage(source, 0, out[start : start + source.nbytes])
         start += source.nbytes
+
+
+def _nothing() -> None:
+    """Do nothing: no one waits for this memory."""
 
 
 def _stage(source: Source, start: int, out: memoryview) -> None:

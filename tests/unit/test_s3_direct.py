@@ -85,7 +85,7 @@ class Wire:
     def put(self, data: bytes) -> dict[str, str]:
         """Return the headers with which `data` would be sent: by the client, and then without."""
         for _ in range(2):
-            self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, [memoryview(data)])
+            self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(data))
             assert self.body == data
             assert int(self.headers["content-length"]) == len(data)
         return self.headers
@@ -240,7 +240,7 @@ def test_a_thin_request_is_that_of_the_client(
             if method == "get_object":
                 wire.calls.read_into({"Bucket": "bucket"} | request, [], lambda _: None)
             else:
-                wire.calls.send(method, {"Bucket": "bucket"} | request, [memoryview(LARGE)])
+                wire.calls.send(method, {"Bucket": "bucket"} | request, memoryview(LARGE))
             headers = {name: wire.headers[name] for name in wire.headers.keys() - _ITS_OWN}
             address, _, query = wire.url.partition("?")
             found.append((address, parse_qs(query), wire.body or b"", headers))
@@ -257,7 +257,7 @@ def test_an_unknown_request_is_left_to_the_client(request_: dict[str, Any]) -> N
     """So are conditions, and objects of a bucket whose place is not known."""
     wire = Wire()
     wire.put(LARGE)
-    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, [memoryview(LARGE)])
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, memoryview(LARGE))
     assert wire.by_client == 2
 
 
@@ -299,7 +299,7 @@ def test_an_error_of_a_thin_request_is_that_of_the_client(
         at |= {"UploadId": "u", "PartNumber": 1} if method == "upload_part" else {}
         if not thin:
             wire.calls._thin = None
-        send = partial(wire.calls.send, method, at, [memoryview(LARGE)])
+        send = partial(wire.calls.send, method, at, memoryview(LARGE))
         if method == "get_object":
             send = partial(wire.calls.read_into, at, [memoryview(bytearray(4))], lambda _: None)
         with pytest.raises(ClientError) as raised:
@@ -320,7 +320,7 @@ def test_an_answer_that_leads_elsewhere_is_left_to_the_client(status: int, body:
     wire = Wire()
     wire.put(LARGE)
     wire.answers = [(status, {"content-length": str(len(body))}, body)]
-    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, [memoryview(LARGE)])
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
     assert wire.body == LARGE
     assert wire.by_client == 2
 
@@ -331,7 +331,7 @@ def test_a_truncated_error_is_no_answer() -> None:
     wire.put(LARGE)
     wire.answers = [(403, {"content-length": "500"}, _error("SlowDown")[:20])]
     with pytest.raises(ProtocolError):
-        wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, [memoryview(LARGE)])
+        wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
 
 
 @pytest.mark.parametrize(
