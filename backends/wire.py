@@ -16,7 +16,6 @@ from typing import Any, Final
 from urllib3.exceptions import HTTPError, ProtocolError
 
 from ckptstore import limits
-from ckptstore.backends.base import Buffers
 from ckptstore.backends.width import moved, served_thin
 
 Foreign = Any
@@ -26,7 +25,7 @@ _ERROR_BYTES_MAX: Final = limits.MIB
 """Of the body of an answer that is no object."""
 
 
-class Answer:
+class HttpAnswer:
     """Head of an answer, and its body as long as nobody took it.
 
     It has what :func:`ckptstore.backends.receiving.receive_into` uses of an answer of urllib3.
@@ -77,9 +76,9 @@ def send(
     method: str,
     target: str,
     headers: Mapping[str, str],
-    body: Buffers = (),
+    body: memoryview | None = None,
     limit_s: float = 0.0,
-) -> Answer:
+) -> HttpAnswer:
     """Send one request; return its answer with the body still to be taken.
 
     Parameters
@@ -103,8 +102,8 @@ def send(
     if not all(value.isprintable() for value in headers.values()):
         raise ValueError("a header has control characters")
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {x}" for name, x in headers.items())]
-    if body:
-        lines.append(f"Content-Length: {sum(map(len, body))}")
+    if body is not None:
+        lines.append(f"Content-Length: {len(body)}")
     head = "\r\n".join((*lines, "\r\n")).encode("latin-1")
     connection: Foreign = None
     below: HTTPResponse | None = None
@@ -134,20 +133,19 @@ def send(
             raise _broken(error) from error
         raise
     served_thin()
-    return Answer(pool, connection, below)
+    return HttpAnswer(pool, connection, below)
 
 
-def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
+def _write(sock: socket.socket, head: bytes, body: memoryview | None) -> None:
     """Write a request, its body in steps whose progress is told."""
-    if not body or type(sock) is not socket.socket:
+    if body is None or type(sock) is not socket.socket:
         sock.sendall(head)
     else:
         sock.sendall(head, _MORE)
-    for view in body:
-        for at in range(0, len(view), limits.STREAM_BYTES):
-            step = view[at : at + limits.STREAM_BYTES]
-            sock.sendall(step)
-            moved(len(step))
+    for at in range(0, len(body or b""), limits.STREAM_BYTES):
+        step = body[at : at + limits.STREAM_BYTES]  # type: ignore[index]  # it has bytes
+        sock.sendall(step)
+        moved(len(step))
 
 
 def _broken(error: Exception) -> ProtocolError:
