@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
 
-from ckptstore import errors
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.transfers import operation
 
 _DATA = b"0123456789" * 1000
 
@@ -148,6 +149,19 @@ def test_a_read_asks_for_its_bytes_alone(recorder: Recorder, kind: str) -> None:
     assert bytes(part) == _DATA[101:151]
     assert backend.get("a", bytes_max=len(_DATA)) == _DATA
     assert len(recorder.asked) == 2
+
+
+@pytest.mark.parametrize(("kind", "thin"), [("s3", 5), ("s3fs", 0), ("gcs", 0), ("azure", 0)])
+def test_requests_of_the_short_path_are_counted(recorder: Recorder, kind: str, thin: int) -> None:
+    """All large bodies and ranges but the first: that goes by the client, which knows the way."""
+    backend, large = recorder.backend(kind), bytes(limits.SIGNED_BODY_BYTES_MAX)
+    with operation("test") as ledger:
+        for key in "abc":
+            backend.put(key, large)
+            backend.read_into(key, 0, [memoryview(bytearray(10))])
+    figures = ledger.figures()
+    assert sum(one.thin_count for one in figures.values()) == thin
+    assert sum(one.requests_count for one in figures.values()) == len(recorder.asked) == 6
 
 
 _BUSY, _UNCLEAR = errors.TransientStorageError, errors.AmbiguousWriteError
