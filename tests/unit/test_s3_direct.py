@@ -20,6 +20,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 from urllib3.exceptions import ProtocolError
 
+from ckptstore.backends import s3_thin
 from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import S3Backend, open_s3
@@ -323,6 +324,22 @@ def test_an_answer_that_leads_elsewhere_is_left_to_the_client(status: int, body:
     wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
     assert wire.body == LARGE
     assert wire.by_client == 2
+
+
+def test_after_a_refusal_the_client_sends_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks before it sends one; reads, and bodies ten seconds later, take the short path."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(s3_thin, "SYSTEM", clock)
+    wire, now, at = Wire(), 100.0, {"Bucket": "b", "Key": "k"}
+    wire.put(LARGE)
+    wire.answers = [(503, {"content-length": "0"}, b"")]
+    with pytest.raises(ClientError):
+        wire.calls.send("put_object", at, memoryview(LARGE))
+    for later, by_client in ((109.0, 2), (111.0, 2)):
+        now = later
+        wire.calls.read_into(at, [memoryview(bytearray(4))], lambda _: None)
+        wire.calls.send("put_object", at, memoryview(LARGE))
+        assert wire.by_client == by_client
 
 
 def test_a_truncated_error_is_no_answer() -> None:
