@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 from labkit.campaign import moment, rounds
 from labkit.peers import Call, Peer
-from labkit.saving import Acked, Place, Promises, assert_kept, note, start_writers
+from labkit.saving import Acked, Place, Promises, assert_kept, collect, note, start_writers
 from labkit.systems import LabPool, LoopDisk
 
 ROUNDS = rounds(short=5, long=50)
@@ -81,3 +84,26 @@ def test_missing_fsync_is_noticed(disk: LoopDisk, saver: Peer, kind: str) -> Non
         if found["problems"]:
             return
     pytest.fail(f"{TEETH_ROUNDS} power cuts without the fsync of {kind}, and nothing was noticed")
+
+
+@pytest.mark.parametrize("left_bytes", [0, 40])
+def test_a_damaged_end_is_set_aside_through_power_cuts(
+    disk: LoopDisk, saver: Peer, left_bytes: int
+) -> None:
+    """However often the power ends a repair: the record goes aside, and all before it is kept."""
+    store = disk.mount / "store"
+    place = Place(url=str(store))
+    promises = collect(start_writers(saver, place, [0], saves=4))
+    newest = max((store / "commits").rglob("*.json"))
+    os.truncate(newest, left_bytes)
+    *kept, _ = promises.acked.items()
+    command = [sys.executable, "-m", "ckptstore", "repair", "--store", str(store)]
+    for turn in range(TEETH_ROUNDS):
+        repair = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moment(turn, 0.5, 3.0))  # the moment itself is what is varied
+        disk.tell("cut")
+        repair.kill()
+        repair.wait()
+        disk.tell("remount")
+    subprocess.run(command, check=True)
+    assert_kept(saver, place, dict(kept))
