@@ -73,7 +73,6 @@ class Trainer:
         return {"step": torch.tensor(self.step), "losses": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
         self.step = int(state["step"])
         state["losses"].seek(0)
         self.losses = torch.load(state["losses"], weights_only=True)
@@ -225,7 +224,6 @@ def test_distributed_tensors_over_subclasses(run: Run, alone: None) -> None:
         """Says that there is more of each tensor on another rank."""
 
         def create_local_plan(self) -> SavePlan:
-            """Double the sizes of the whole."""
             plan = super().create_local_plan()
             data = cast("Any", plan.items[0].tensor_data)
             item = replace(plan.items[0], tensor_data=replace(data, size=torch.Size([8])))

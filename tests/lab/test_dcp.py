@@ -45,8 +45,6 @@ def save_and_load(url: jobs.Url, options: dict[str, Any]) -> None:
 
 
 # --- Ceph -----------------------------------------------------------------------------------------
-
-
 def test_ranks_on_s3(bucket: S3Bucket) -> None:
     """Four ranks save to a bucket, two and three load."""
     save_and_load(bucket.url, bucket.options())
@@ -75,8 +73,6 @@ def test_killed_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
 
 
 # --- NFS ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def hosts(nfs: Nfs) -> Iterator[Hosts]:
     """Return a process on each host that runs ranks in children of its own."""

@@ -300,8 +300,6 @@ def test_a_save_that_failed_does_not_hinder_the_next(store: Store) -> None:
 
 
 # --- several ranks, in processes of their own -----------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     """Run five trainings on three ranks; return what each rank said, by training."""

@@ -15,17 +15,11 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Relocate
 from ckptstore.checkpoint.content import read_content
-from ckptstore.errors import (
-    CommitConflictError,
-    CondemnedError,
-    InvalidInputError,
-    PolicyError,
-    VersionNotFoundError,
-)
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.maintenance.retention.reduce import roles_of
@@ -96,12 +90,12 @@ def test_the_record_stays(store: ckptstore.Store) -> None:
     run = store.run("gpt", metrics={"loss": "min"})
     run.save(_state(1), step=1, metrics={"loss": 1.0}, tags=["first"])
     run.save(_state(2), step=2, metrics={"loss": 2.0})
-    with pytest.raises(PolicyError, match="is tagged first"):
+    with pytest.raises(errors.PolicyError, match="is tagged first"):
         store.age(["gpt@first"], "record")
     (after,) = store.age(["gpt@first"], "record", force=True)
     assert (after.level, after.metrics, after.tags) == ("record", {"loss": 1.0}, ("first",))
     assert after.roles == {}
-    with pytest.raises(VersionNotFoundError, match="only the record"):
+    with pytest.raises(errors.VersionNotFoundError, match="only the record"):
         run.load(1)
     assert run.resolve("best:loss").step == 2, "a record cannot be loaded, so it is not the best"
     assert store.verify().ok
@@ -162,9 +156,9 @@ def test_the_head_and_pins_are_not_reduced(store: ckptstore.Store) -> None:
     run.save(_state(1), step=1)
     run.save(_state(2), step=2)
     run.pin(1)
-    with pytest.raises(PolicyError, match="head"):
+    with pytest.raises(errors.PolicyError, match="head"):
         store.age(["gpt@2"], "weights")
-    with pytest.raises(PolicyError, match="pinned"):
+    with pytest.raises(errors.PolicyError, match="pinned"):
         store.age(["gpt@1"], "record", force=True)
     (head,) = store.age(["gpt"], "weights", force=True)
     assert (head.level, run.load()["epoch"]) == ("weights", 2)
@@ -175,7 +169,7 @@ def test_a_state_without_weights_is_not_reduced_to_nothing(store: ckptstore.Stor
     run = store.run("odd")
     run.save({"things": {"a": torch.ones(3)}}, step=1, roles={"things": "extra"})
     run.save({"things": {"a": torch.ones(3)}}, step=2)
-    with pytest.raises(PolicyError, match="no tensors of role weights"):
+    with pytest.raises(errors.PolicyError, match="no tensors of role weights"):
         store.age(["odd@1"], "weights")
     run.save({"things": {"a": torch.ones(3)}, "b": torch.ones(2)}, step=3, roles={"b": "extra"})
     run.save({"x": 1}, step=4)
@@ -247,7 +241,7 @@ def test_roles_that_are_fixed_for_a_run(store: ckptstore.Store) -> None:
     store.run("gan", roles={})
     assert store.repo.catalog.run("gan").policy == {"full": ["last 1"]}
     for bad in ({"mpd": "weight"}, {3: "weights"}, ["mpd"]):
-        with pytest.raises(InvalidInputError, match="role"):
+        with pytest.raises(errors.InvalidInputError, match="role"):
             store.run("gan", roles=bad)  # type: ignore[arg-type]
 
 
@@ -287,9 +281,9 @@ def test_a_collection_that_does_so_for_ever_is_an_error(
         return move
 
     monkeypatch.setattr(retention_module, "prepare", prepare)
-    with pytest.raises(CondemnedError):
+    with pytest.raises(errors.CondemnedError):
         store.age(["gpt@1"], "weights")
-    with pytest.raises(CondemnedError):
+    with pytest.raises(errors.CondemnedError):
         store.retain({"full": "last 1", "weights": "all"})
     assert store.run("gpt").load(1)["epoch"] == 1
 
@@ -398,7 +392,9 @@ def test_undelete_brings_back_what_was_left(rounded: ckptstore.Store) -> None:
     (back,) = rounded.undelete(["gpt@1"])
     assert back.level == "weights-bf16"
     assert torch.equal(rounded.load("gpt@1")["model"]["w"], _bf16(1))
-    with pytest.raises(VersionNotFoundError, match="reduced to weights-bf16, which is for good"):
+    with pytest.raises(
+        errors.VersionNotFoundError, match="reduced to weights-bf16, which is for good"
+    ):
         rounded.undelete(["gpt@2"])
 
 
@@ -475,7 +471,7 @@ def test_two_that_age_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(retention_module, "prepare", prepare)
     with ckptstore.open(path) as store:
-        with pytest.raises(CommitConflictError):
+        with pytest.raises(errors.CommitConflictError):
             store.age(["gpt@1"], "weights-int8")
         assert store.age(["gpt@1"], "weights-int8") == []
         assert store.resolve("gpt@1").level == "weights-int8"

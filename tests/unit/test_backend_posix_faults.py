@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends import posix, posix_publish
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.posix import PosixBackend, open_posix
@@ -20,18 +20,6 @@ from ckptstore.backends.posix_settings import SETTINGS
 from ckptstore.backends.probe import probe
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import Options, SystemEnvironment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    InvalidUrlError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 from ckptstore.repo import create_on
 from ckptstore.store import Store
 
@@ -47,7 +35,6 @@ class Patient(SystemEnvironment):
         self.slept: list[float] = []
 
     def sleep(self, seconds: float) -> None:
-        """Remember."""
         self.slept.append(seconds)
 
 
@@ -196,7 +183,7 @@ def test_every_system_call_failing(
             try:
                 write_by(open_posix(str(root)), method, "a/b", b"data")
                 told = True
-            except StorageError:
+            except errors.StorageError:
                 raised.add(calls.name)
                 told = False
         path = root / "a" / "b"
@@ -209,23 +196,23 @@ def test_every_system_call_failing(
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.ENOSPC, StorageFullError),
-        (errno.EDQUOT, StorageFullError),
-        (errno.EACCES, StoragePermissionError),
-        (errno.EROFS, StoragePermissionError),
-        (errno.EIO, StorageError),
-        (errno.ETIMEDOUT, TransientStorageError),
-        (errno.ESTALE, TransientStorageError),
-        (errno.EAGAIN, TransientStorageError),
-        (errno.ENAMETOOLONG, InvalidUrlError),
-        (errno.ENOENT, StorageError),
+        (errno.ENOSPC, errors.StorageFullError),
+        (errno.EDQUOT, errors.StorageFullError),
+        (errno.EACCES, errors.StoragePermissionError),
+        (errno.EROFS, errors.StoragePermissionError),
+        (errno.EIO, errors.StorageError),
+        (errno.ETIMEDOUT, errors.TransientStorageError),
+        (errno.ESTALE, errors.TransientStorageError),
+        (errno.EAGAIN, errors.TransientStorageError),
+        (errno.ENAMETOOLONG, errors.InvalidUrlError),
+        (errno.ENOENT, errors.StorageError),
     ],
 )
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
 def test_numbers_are_typed(
     call: str,
     number: int,
-    expected: type[CkptStoreError],
+    expected: type[errors.CkptStoreError],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,9 +245,9 @@ def test_link_that_was_not_made(
     """A link that failed, and cannot come late since its source is gone, is no ambiguity."""
     backend = open_posix(str(tmp_path))
     fail(monkeypatch, "link", number)
-    with pytest.raises(StorageError) as caught:
+    with pytest.raises(errors.StorageError) as caught:
         backend.put_if_absent("a", b"mine")
-    assert not isinstance(caught.value, AmbiguousWriteError)
+    assert not isinstance(caught.value, errors.AmbiguousWriteError)
     assert names(tmp_path) == []
 
 
@@ -275,7 +262,7 @@ def test_link_of_unknown_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(AmbiguousWriteError):
+    with pytest.raises(errors.AmbiguousWriteError):
         backend.put_if_absent("a", b"mine")
 
 
@@ -288,7 +275,7 @@ def test_late_link_over_taken_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises((AmbiguousWriteError, ObjectExistsError)):
+    with pytest.raises((errors.AmbiguousWriteError, errors.ObjectExistsError)):
         backend.put_if_absent("a", b"mine")
     assert (tmp_path / "a").read_bytes() == b"theirs"
 
@@ -305,7 +292,7 @@ def test_a_disk_without_links_creates_names_by_the_kernels_rename(
     backend.fs_type = "vfat"
     fail(monkeypatch, "link", number)
     backend.put_if_absent("a", b"first")
-    with pytest.raises(ObjectExistsError):
+    with pytest.raises(errors.ObjectExistsError):
         backend.put_if_absent("a", b"second")
     assert backend.get("a", bytes_max=9) == b"first"
     assert probe(backend).passed
@@ -327,12 +314,12 @@ def test_a_single_writer_needs_neither_links_nor_flags(
     if kind == "vfat":
         backend.fs_type = kind
         monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"mine")
     assert names(tmp_path) == []
     backend.put("a", b"mine")
     backend.put("a", b"mine")
-    with pytest.raises(ObjectExistsError):
+    with pytest.raises(errors.ObjectExistsError):
         backend.put("a", b"other")
     with backend.open_writer("b") as writer:
         writer.write(b"streamed")
@@ -352,7 +339,7 @@ def test_only_on_mounts_of_rclone_eio_means_no_links(
     """Its mount has no other answer; anywhere else it is a failure, after which none is guessed."""
     fail(monkeypatch, "link", errno.EIO)
     backend = open_posix(str(tmp_path), kind="parallel")
-    with pytest.raises(StorageError, match="EIO"):
+    with pytest.raises(errors.StorageError, match="EIO"):
         backend.put("a", b"mine")
     assert names(tmp_path) == []
     backend.fs_type = "fuse.rclone"
@@ -361,7 +348,7 @@ def test_only_on_mounts_of_rclone_eio_means_no_links(
         writer.write(b"streamed")
         writer.commit()
     assert names(tmp_path) == ["a", "b"]
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("c", b"mine")
 
 
@@ -381,9 +368,9 @@ def test_a_rename_that_fails_is_told_from_one_that_was_done(
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(AmbiguousWriteError if done else StorageError) as caught:
+    with pytest.raises(errors.AmbiguousWriteError if done else errors.StorageError) as caught:
         backend.put("a", b"mine")
-    assert done or not isinstance(caught.value, AmbiguousWriteError)
+    assert done or not isinstance(caught.value, errors.AmbiguousWriteError)
     assert names(tmp_path) == (["a"] if done else [])
 
 
@@ -396,15 +383,15 @@ def test_a_mount_that_cannot_rename_names_the_buckets_url(
     for name in ("link", "rename", *(["unlink"] if kept else [])):
         fail(monkeypatch, name, errno.ENOSYS)
     monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.ENOSYS)
-    with pytest.raises(AmbiguousWriteError if kept else StorageError) as caught:
+    with pytest.raises(errors.AmbiguousWriteError if kept else errors.StorageError) as caught:
         backend.put("a", b"mine")
     assert "s3://" in caught.value.hint
     assert "a" not in names(tmp_path)
-    with pytest.raises(UnsafeBackendError) as refused:
+    with pytest.raises(errors.UnsafeBackendError) as refused:
         backend.put_if_absent("a", b"mine")
     assert "s3://" in refused.value.hint
     backend.fs_type = "fuse.mountpoint-s3"
-    with pytest.raises(StorageError, match="cannot hold a store") as unusable:
+    with pytest.raises(errors.StorageError, match="cannot hold a store") as unusable:
         create_on(backend, options=Options(single_writer=True))
     assert "s3://" in unusable.value.hint
 
@@ -414,10 +401,10 @@ def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.Mo
     backend = open_posix(str(tmp_path), kind="parallel")
     backend.put_if_absent("a", b"first")
     fail(monkeypatch, "link", errno.EPERM)
-    with pytest.raises(ObjectExistsError):
+    with pytest.raises(errors.ObjectExistsError):
         backend.put_if_absent("a", b"second")
     backend.put("a", b"first")
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("b", b"second")
     assert names(tmp_path) == ["a"]
     assert backend.get("a", bytes_max=9) == b"first"
@@ -431,7 +418,7 @@ def test_other_answers_tell_of_links_alone(
     backend = open_posix(str(tmp_path), kind="parallel")
     backend.put_if_absent("a", b"first")
     fail(monkeypatch, "link", number)
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"second")
 
 
@@ -451,7 +438,7 @@ def test_folder_that_cannot_be_synced_is_no_success(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StorageError, match="folder could not be synced"):
+    with pytest.raises(errors.StorageError, match="folder could not be synced"):
         backend.put_if_absent("a", b"mine")
 
 
@@ -488,7 +475,7 @@ def test_wrong_length_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return real(descriptor, data[:-1]) + 1
 
     monkeypatch.setattr(os, "write", write)
-    with pytest.raises(StorageError, match="bytes are in the file"):
+    with pytest.raises(errors.StorageError, match="bytes are in the file"):
         backend.put_if_absent("a", b"mine")
     assert names(tmp_path) == ["warm"]
 
@@ -511,7 +498,7 @@ def test_stale_handles_are_opened_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert backend.get("a", bytes_max=10) == b"data"
     assert len(patient.slept) == 3
     fail(monkeypatch, "preadv", errno.ESTALE)
-    with pytest.raises(TransientStorageError):
+    with pytest.raises(errors.TransientStorageError):
         backend.get("a", bytes_max=10)
     assert len(patient.slept) == 3 + limits.STALE_TRIES - 1
 
@@ -533,7 +520,7 @@ def test_stale_enoent_is_not_believed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "open", opened)
     assert backend.get("a/b", bytes_max=10) == b"data"
     assert len(patient.slept) == 2
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         backend.get("a/c", bytes_max=10)
     assert len(patient.slept) == 2
 
@@ -559,7 +546,7 @@ def test_special_files_are_no_objects(tmp_path: Path) -> None:
     (root / "outside").symlink_to(tmp_path)
     backend = open_posix(str(root))
     for key in ("pipe", "link", "folder"):
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(errors.ObjectNotFoundError):
             backend.get(key, bytes_max=100)
     assert list(backend.list("")) == []
 
@@ -573,9 +560,9 @@ def test_failed_commit_is_not_repeated(
     with backend.open_writer("a") as writer:
         writer.write(b"data")
         fail(monkeypatch, call, errno.ETIMEDOUT)
-        with pytest.raises(StorageError) as caught:
+        with pytest.raises(errors.StorageError) as caught:
             writer.commit()
-    assert type(caught.value) is StorageError
+    assert type(caught.value) is errors.StorageError
     assert names(tmp_path) == []
 
 
@@ -584,7 +571,7 @@ def test_write_back_errors_are_not_lost(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
     monkeypatch.setattr(posix, "sync_range", lambda: lambda *_: errno.EIO)
     writer = open_posix(str(tmp_path)).open_writer("a")
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         writer.write(bytes(100))
     writer.abort()
     assert names(tmp_path) == []
@@ -649,7 +636,7 @@ def test_what_another_left_visible_is_made_durable(
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(StorageError, match="sync"):
+    with pytest.raises(errors.StorageError, match="sync"):
         backend.make_durable(keys)
 
 
@@ -667,7 +654,6 @@ def test_a_listing_asks_nothing_of_names_that_are_no_keys(
             self._is_dir = entry.is_dir
 
         def is_dir(self, *, follow_symlinks: bool) -> bool:
-            """Fail for the broken one."""
             if self.name == "Broken":
                 raise OSError(code, "broken")
             return self._is_dir(follow_symlinks=follow_symlinks)
@@ -812,7 +798,7 @@ def test_a_folder_that_others_put_in_its_place_keeps_its_rights(
 
     monkeypatch.setattr(os, "mkdir", swapped)
     if trap == "link":
-        with pytest.raises(StorageError):
+        with pytest.raises(errors.StorageError):
             open_posix(str(root)).put("packs/1.pack", b"x")
         assert mode_of(private) == 0o700
     else:

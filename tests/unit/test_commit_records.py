@@ -487,13 +487,11 @@ class StaleListing(WrapperBackend):
         self.errors = errors
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Fail while there are errors."""
         if self.errors:
             raise self.errors.pop(0)
         super().put_if_absent(key, data)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """List the name, from a cache."""
         return iter([ObjectInfo(key=prefix, size_bytes=1, modified_at=0.0)])
 
 

@@ -52,7 +52,6 @@ class Candidate(NamedTuple):
 
     @property
     def source(self) -> PieceSource:
-        """Return it as something to write."""
         return source_of(self.record, self.payload)
 
 

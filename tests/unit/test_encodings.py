@@ -49,8 +49,6 @@ def _there_and_back(encoding: Encoding, values: npt.NDArray[np.float32]) -> npt.
 
 
 # --- books --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("code", ["dynamic-signed", "dynamic-unsigned"])
 def test_a_dynamic_book_is_the_tree_of_the_paper(code: str) -> None:
     """256 ascending values: 0, 1, and in seven decades twice as many values in each next one."""
@@ -91,8 +89,6 @@ def test_the_format_knows_the_same_codes() -> None:
 
 
 # --- blocks -------------------------------------------------------------------------------------
-
-
 @given(ARRAYS, BLOCKS)
 def test_linear_codes_are_the_nearest(values: npt.NDArray[np.float32], block: int) -> None:
     """No element of a block differs by more than half a step of its scale; the largest is exact."""
@@ -221,8 +217,6 @@ def test_a_half_precision_tensor_is_scaled_too() -> None:
 
 
 # --- measuring ----------------------------------------------------------------------------------
-
-
 def test_differences_are_over_finite_elements() -> None:
     """NaN and infinities that stay are no error; those that appear are a problem."""
     was = np.array([1.0, np.nan, np.inf, 3.0], np.float32)
@@ -283,8 +277,6 @@ def test_what_a_form_cannot_hold() -> None:
 
 
 # --- encodings as text --------------------------------------------------------------------------
-
-
 @given(
     st.sampled_from(NAMES),
     st.none() | st.integers(limits.RECIPE_BLOCK_MIN, limits.RECIPE_BLOCK_MAX),
@@ -349,7 +341,6 @@ def test_a_form_has_the_name_that_asks_for_it(name: str) -> None:
 
 
 # --- rules --------------------------------------------------------------------------------------
-
 WIDE = (100, 100)
 
 

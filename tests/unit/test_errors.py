@@ -157,7 +157,6 @@ class _Between(WrapperBackend):
     after: Callable[[Sequence[memoryview]], object] | None = None
 
     def read_into(self, key: str, offset: int, buffers: Buffers) -> None:
-        """Read, with what comes between."""
         before, self.before = self.before, None
         if before is not None:
             before()

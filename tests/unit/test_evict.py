@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import content_ops
@@ -23,15 +23,6 @@ from ckptstore.catalog.lifecycle_ops import Delete, Pin, Unpin, pin_for
 from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.catalog.state import Op
 from ckptstore.config import Options
-from ckptstore.errors import (
-    InvalidInputError,
-    LimitError,
-    NotFoundError,
-    PolicyError,
-    ReadOnlyError,
-    StorageError,
-    VersionNotFoundError,
-)
 from ckptstore.jobs import read_job, run_job
 from ckptstore.maintenance.replicas.evict import EvictReport, evict
 from ckptstore.model import Version
@@ -49,7 +40,6 @@ class _Watched(MemoryBackend):
     kind: type | None = None
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object."""
         awaited = key.startswith("commits/") and self._is_awaited(bytes(data))
         if self.before and awaited:
             call, self.before = self.before, None
@@ -236,7 +226,7 @@ def test_no_answer_to_the_second_look(hot: ckptstore.Store, cold: ckptstore.Stor
     backend = FaultyBackend(cold.repo.backend, down)
     there = ckptstore.Store(create_on(backend, exist_ok=True))
     _watched(hot).after = lambda: setattr(down, "at", down.seen + 1)
-    with pytest.raises(StorageError, match="injected"):
+    with pytest.raises(errors.StorageError, match="injected"):
         evict(hot.repo, there.repo, hot.versions(), missing=_nothing)
 
     assert _levels(hot) == ["full", "full", "full"]
@@ -314,11 +304,11 @@ def test_two_policies_that_are_each_right_lose_nothing(
     (preview,) = cold.remove(["gpt@2"], dry_run=True, force=True)
     assert "which evicted it" in preview.obstacle
     for force in (False, True):
-        with pytest.raises(PolicyError, match="pinned for the store") as caught:
+        with pytest.raises(errors.PolicyError, match="pinned for the store") as caught:
             cold.remove(["gpt@2"], force=force)
         assert "ckptstore pin --delete" in caught.value.hint
         assert "only copy" in caught.value.hint
-    with pytest.raises(PolicyError, match="pinned for the store"):
+    with pytest.raises(errors.PolicyError, match="pinned for the store"):
         cold.age(["gpt@2"], "weights", force=True)
     for store in (hot, cold):
         store.gc(**ZERO)
@@ -334,7 +324,7 @@ def test_without_pins_the_replica_decides(stores: tuple[ckptstore.Store, ckptsto
     assert hot.evict(replica="cold", keep="last 1", pin=False).pinned == ()
     assert _pinned(cold) == []
     cold.retain({"full": "last 1"})
-    with pytest.raises(VersionNotFoundError, match="deleted the version"):
+    with pytest.raises(errors.VersionNotFoundError, match="deleted the version"):
         hot.load("gpt@1")
 
 
@@ -392,7 +382,7 @@ def test_a_replica_that_cannot_be_written_to(
     """Nothing is evicted that could not be pinned, and the error says how to do without."""
     hot, cold = stores
     there = open_on(_watched(cold), options=Options(read_only=True))
-    with pytest.raises(ReadOnlyError, match="pinned in the other store") as caught:
+    with pytest.raises(errors.ReadOnlyError, match="pinned in the other store") as caught:
         evict(hot.repo, there, hot.versions(), missing=lambda _: set(), pin=True)
     assert "--no-pin" in caught.value.hint
     assert {version.level for version in hot.versions()} == {"full"}
@@ -408,10 +398,10 @@ def test_killed_between_the_pin_and_the_commit_here(
 
     def die() -> None:
         msg = "killed"
-        raise StorageError(msg)
+        raise errors.StorageError(msg)
 
     _watched(hot).before = die
-    with pytest.raises(StorageError, match="killed"):
+    with pytest.raises(errors.StorageError, match="killed"):
         hot.evict(replica="cold", keep="last 1")
     assert {version.level for version in hot.versions()} == {"full"}
     assert _pinned(cold) == [1, 2, 3]
@@ -515,16 +505,16 @@ def test_pins_of_a_store_that_is_gone(stores: tuple[ckptstore.Store, ckptstore.S
     cold.pin("gpt@3")
     other = cold.resolve("gpt@4").id
     cold.repo.log.append_any(lambda now: pin_for(now, [other], "f" * 32))
-    with pytest.raises(NotFoundError, match="pinned for a store 'xyz'"):
+    with pytest.raises(errors.NotFoundError, match="pinned for a store 'xyz'"):
         cold.unpin_for("xyz")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         cold.unpin_for("")
     found = cold.unpin_for(hot.info.store_id[:6])
     assert [version.step for version in found] == [1, 2, 3]
     assert _pinned(cold) == [3, 4]
     twin = "f" * 31 + "e"
     cold.repo.log.append_any(lambda now: pin_for(now, [other], twin))
-    with pytest.raises(InvalidInputError, match="2 stores"):
+    with pytest.raises(errors.InvalidInputError, match="2 stores"):
         cold.unpin_for("ff")
 
 
@@ -602,9 +592,9 @@ def test_pins_of_too_many_stores(stores: tuple[ckptstore.Store, ckptstore.Store]
     for number in range(limits.REPLICAS_MAX):
         cold.repo.log.append_any(partial(pin_for, versions=[one], store=f"{number + 1:032x}"))
     cold.pin("gpt@1")
-    with pytest.raises(LimitError, match="is pinned for"):
+    with pytest.raises(errors.LimitError, match="is pinned for"):
         cold.repo.log.append_any(lambda now: pin_for(now, [one], "f" * 32))
-    with pytest.raises(InvalidInputError, match="too many stores"):
+    with pytest.raises(errors.InvalidInputError, match="too many stores"):
         cold.repo.log.append(lambda _: [Pin(version=one, store="f" * 32)])
     assert len(_anew(cold).resolve("gpt@1").pinned_for) == limits.REPLICAS_MAX
     cold.unpin("gpt@1")

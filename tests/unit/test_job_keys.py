@@ -122,7 +122,6 @@ class World:
         return watched
 
     def objects(self) -> list[dict[str, Any]]:
-        """Return what is stored."""
         return [*(dict(space.objects) for space in self.spaces.values()), dict(_shelf.classes)]
 
     def job(self, text: str) -> Job:

@@ -48,20 +48,16 @@ class Bytes:
 
     @property
     def nbytes(self) -> int:
-        """Return its length."""
         return len(self.data)
 
     @property
     def payload(self) -> Bytes:
-        """Return itself."""
         return self
 
     def view(self) -> memoryview | None:
-        """Say that the bytes must be copied."""
         return None
 
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Copy a piece, or fail."""
         self.reads.append(start)
         if self.meeting is not None:
             self.meeting.arrive()
@@ -80,7 +76,6 @@ class Meeting:
     failing: int = 0
 
     def __post_init__(self) -> None:
-        """Watch the events."""
         self._all_here = threading.Barrier(self.workers)
         self._known = threading.Event()
         real = threading.Event.set
@@ -110,7 +105,6 @@ class Far(WrapperBackend):
     reads = 0
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Meet, then read."""
         self.reads += 1
         self.meeting.arrive()
         self.inner.read_into(key, offset, buffers)

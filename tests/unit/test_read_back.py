@@ -147,11 +147,9 @@ class _Altering(WrapperBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Close packs at 1 MiB."""
         return replace(self.inner.capabilities, pack_bytes=1 << 20, part_bytes=1 << 20)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read, and change a byte."""
         self.reads += 1
         self.inner.read_into(key, offset, buffers)
         buffers[0][100] ^= 1

@@ -12,16 +12,9 @@ from faultkit.stores import trusting
 from metered import MeteredBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
-from ckptstore.errors import (
-    CondemnedError,
-    InvalidInputError,
-    InvalidRefError,
-    PolicyError,
-    ReadOnlyError,
-    VersionNotFoundError,
-)
 from ckptstore.maintenance.retention.rollback import rollback
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
@@ -56,9 +49,9 @@ def test_removed_and_back(store: ckptstore.Store) -> None:
     assert removal.version.step == 1
     assert removal.reclaimable_bytes > removal.version.roles["weights"].stored
     assert _steps(store) == [0, 2, 3, 4]
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         store.resolve("gpt@1")
-    with pytest.raises(VersionNotFoundError, match="undelete"):
+    with pytest.raises(errors.VersionNotFoundError, match="undelete"):
         store.resolve(f"#{removal.version.id}")
     assert store.log()[-1].ops[0].reason == "bad data"  # type: ignore[attr-defined]  # a delete
     (back,) = store.undelete([f"#{removal.version.id[:10]}"])
@@ -90,7 +83,7 @@ def test_what_needs_force(store: ckptstore.Store, ref: str, said: str) -> None:
     """Tagged versions and heads go only by force; a dry run says so, and nothing goes by half."""
     (removal,) = store.remove([ref], dry_run=True)
     assert said in removal.obstacle
-    with pytest.raises(PolicyError, match=said):
+    with pytest.raises(errors.PolicyError, match=said):
         store.remove(["gpt@0", ref])
     assert _steps(store) == [0, 1, 2, 3, 4]
     assert store.remove([ref], force=True, dry_run=True)[0].obstacle == ""
@@ -103,7 +96,7 @@ def test_pins_hold_against_force(store: ckptstore.Store) -> None:
     assert store.pin("gpt@1").pinned
     assert store.pin("gpt@1").pinned, "twice is once"
     assert "pinned" in store.remove(["gpt@1"], force=True, dry_run=True)[0].obstacle
-    with pytest.raises(PolicyError, match="pinned"):
+    with pytest.raises(errors.PolicyError, match="pinned"):
         store.remove(["gpt@1"], force=True)
     assert not store.unpin("gpt@1").pinned
     store.remove(["gpt@1"])
@@ -115,7 +108,7 @@ def test_the_only_verified_version_needs_force(store: ckptstore.Store) -> None:
     store.verify(["gpt@0", "gpt@1"], record=True)
     store.remove(["gpt@0"])
     assert "only verified" in store.remove(["gpt@1"], dry_run=True)[0].obstacle
-    with pytest.raises(PolicyError, match="only verified"):
+    with pytest.raises(errors.PolicyError, match="only verified"):
         store.remove(["gpt@1"])
     store.run("gpt").untag("paper")
     everything = [f"gpt@{step}" for step in range(1, 5)]
@@ -131,13 +124,13 @@ def test_a_collection_makes_it_too_late(path: Path) -> None:
     with ckptstore.open(path) as store:
         removed = store.remove(["gpt@0"])[0].version
         store.gc(grace_s=3600, orphan_age_s=0)
-        with pytest.raises(CondemnedError):
+        with pytest.raises(errors.CondemnedError):
             store.undelete([f"#{removed.id}"])
         store.gc(grace_s=0, orphan_age_s=0)
-        with pytest.raises(CondemnedError):
+        with pytest.raises(errors.CondemnedError):
             store.undelete([f"#{removed.id}"])
     with ckptstore.open(path) as store:
-        with pytest.raises((VersionNotFoundError, CondemnedError)):
+        with pytest.raises((errors.VersionNotFoundError, errors.CondemnedError)):
             store.undelete([f"#{removed.id}"])
         assert _steps(store) == [1, 2, 3, 4]
         assert store.verify().ok
@@ -148,7 +141,7 @@ def test_a_pack_that_is_gone_makes_it_too_late(store: ckptstore.Store, path: Pat
     removed = store.remove(["gpt@0"])[0].version
     for pack in sorted((path / "packs").rglob("*.pack")):
         pack.unlink()
-    with pytest.raises(VersionNotFoundError, match="has deleted what it needs"):
+    with pytest.raises(errors.VersionNotFoundError, match="has deleted what it needs"):
         store.undelete([f"#{removed.id}"])
     assert 0 not in _steps(store)
 
@@ -156,15 +149,15 @@ def test_a_pack_that_is_gone_makes_it_too_late(store: ckptstore.Store, path: Pat
 def test_only_what_is_deleted_comes_back(store: ckptstore.Store) -> None:
     """A version that is there, one that never was, and a ref that names no deleted one."""
     there = store.resolve("gpt@1").id
-    with pytest.raises(InvalidInputError, match="not deleted"):
+    with pytest.raises(errors.InvalidInputError, match="not deleted"):
         store.undelete([f"#{there}"])
     for ref in ("gpt@1", "gpt@77", "#" + "f" * 32):
-        with pytest.raises(VersionNotFoundError, match="names no version"):
+        with pytest.raises(errors.VersionNotFoundError, match="names no version"):
             store.undelete([ref])
     for ref in ("gpt@latest", "gpt@paper", "gpt"):
-        with pytest.raises(InvalidRefError, match="by its id or step"):
+        with pytest.raises(errors.InvalidRefError, match="by its id or step"):
             store.undelete([ref])
-    with pytest.raises(InvalidInputError, match="no version to remove"):
+    with pytest.raises(errors.InvalidInputError, match="no version to remove"):
         store.remove([])
 
 
@@ -286,14 +279,14 @@ def test_refusals(
     """Versions of other runs, deleted ones, none at all, and read-only stores."""
     other = rollback_store.run("other").save({"w": 1}, step=1)
     rollback_store.remove(["gpt@1"])
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run.rollback(1)
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run.rollback(77)
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         rollback(rollback_store.repo, "gpt", other.id)
     reader = ckptstore.Store(open_on(memory, options=Options(read_only=True)))
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         reader.rollback("gpt@0")
 
 
@@ -303,7 +296,7 @@ def test_a_record_is_nothing_to_go_back_to(
     """Where only the record is kept, there is no state to continue."""
     rollback_store.run("gpt").retain({"full": ["last 1"], "record": ["all"]})
     assert run.resolve(1).level == "record"
-    with pytest.raises(VersionNotFoundError, match="only the record"):
+    with pytest.raises(errors.VersionNotFoundError, match="only the record"):
         run.rollback(1)
 
 

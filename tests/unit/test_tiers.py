@@ -19,24 +19,11 @@ from damaging import flip_pack
 from metered import MeteredBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    ColdObjectError,
-    ConflictError,
-    CorruptObjectError,
-    CorruptTensorError,
-    InvalidInputError,
-    NotFoundError,
-    ReplicaChangedError,
-    StorageError,
-    StoreNotFoundError,
-    TensorNotFoundError,
-    TransientStorageError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
@@ -87,8 +74,6 @@ def lose(folder: Path, pattern: str) -> int:
 
 
 # --- names --------------------------------------------------------------------------------------
-
-
 def test_names_are_kept_for_everyone_and_options_are_not(tmp_path: Path) -> None:
     """The log holds name, place and id; another process sees them in the order of their naming."""
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
@@ -99,7 +84,7 @@ def test_names_are_kept_for_everyone_and_options_are_not(tmp_path: Path) -> None
         found = again.replicas()
         again.remove_replica("z")
         left = again.replicas()
-        with pytest.raises(NotFoundError, match="no replica is called 'z'"):
+        with pytest.raises(errors.NotFoundError, match="no replica is called 'z'"):
             again.remove_replica("z")
 
     assert [(one.name, one.url, one.store) for one in found] == [
@@ -127,20 +112,20 @@ def test_a_snapshot_holds_the_names(tmp_path: Path) -> None:
 @pytest.mark.short(sample=2)
 def test_a_name_that_could_be_a_place_is_refused(hot: ckptstore.Store, name: str) -> None:
     """So that ``replica:NAME`` and locations are never taken for each other."""
-    with pytest.raises(InvalidInputError, match="replica's name"):
+    with pytest.raises(errors.InvalidInputError, match="replica's name"):
         hot.add_replica(name, "anywhere")
 
 
 def test_what_cannot_be_a_replica(hot: ckptstore.Store, tmp_path: Path) -> None:
     """The store itself, another store under a known name, one store under two names, no store."""
     ckptstore.open(tmp_path / "other", create=True).close()
-    with pytest.raises(ConflictError, match="this very store"):
+    with pytest.raises(errors.ConflictError, match="this very store"):
         hot.add_replica("self", tmp_path / "hot")
-    with pytest.raises(ConflictError, match="the replica 'cold' is the store"):
+    with pytest.raises(errors.ConflictError, match="the replica 'cold' is the store"):
         hot.add_replica("cold", tmp_path / "other")
-    with pytest.raises(ConflictError, match="is the replica 'cold' already"):
+    with pytest.raises(errors.ConflictError, match="is the replica 'cold' already"):
         hot.add_replica("two", tmp_path / "cold")
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(errors.StoreNotFoundError):
         hot.add_replica("none", tmp_path / "nowhere")
     assert [one.name for one in hot.replicas()] == ["cold"]
 
@@ -149,9 +134,9 @@ def test_a_replica_that_moved_is_named_again(hot: ckptstore.Store, tmp_path: Pat
     """The same store at another place keeps its name, and is found there."""
     hot.age(["gpt@1"], "record")
     (tmp_path / "cold").rename(tmp_path / "moved")
-    with pytest.raises(VersionNotFoundError, match=r"no store .*is it mounted\?"):
+    with pytest.raises(errors.VersionNotFoundError, match=r"no store .*is it mounted\?"):
         hot.load("gpt@1")
-    with pytest.raises(StoreNotFoundError, match=r"no store .*is it mounted\?"):
+    with pytest.raises(errors.StoreNotFoundError, match=r"no store .*is it mounted\?"):
         hot.replicate("replica:cold")
     hot.add_replica("cold", tmp_path / "moved")
 
@@ -159,8 +144,6 @@ def test_a_replica_that_moved_is_named_again(hot: ckptstore.Store, tmp_path: Pat
 
 
 # --- loads --------------------------------------------------------------------------------------
-
-
 def test_an_evicted_version_loads_from_the_replica(
     hot: ckptstore.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +151,7 @@ def test_an_evicted_version_loads_from_the_replica(
     with caplog.at_level(logging.INFO, "ckptstore"):
         hot.age(["gpt@1", "gpt@2"], "record")
         hot.gc(**ZERO)
-        with pytest.raises(VersionNotFoundError, match="only the record of gpt@1"):
+        with pytest.raises(errors.VersionNotFoundError, match="only the record of gpt@1"):
             hot.load("gpt@1", fall_through=False)
         assert "is read from" not in caplog.text
         for _ in range(3):
@@ -214,9 +197,9 @@ def test_weights_here_and_the_optimizer_there(hot: ckptstore.Store) -> None:
     into = {"optimizer": {"m": torch.zeros(100, 300)}}
     hot.load("gpt@1", include=["optimizer"], into=into)
     assert torch.equal(into["optimizer"]["m"], wanted["optimizer"]["m"])
-    with pytest.raises(TensorNotFoundError):
+    with pytest.raises(errors.TensorNotFoundError):
         hot.load("gpt@1", include=["no.such.thing"])
-    with pytest.raises(TensorNotFoundError):
+    with pytest.raises(errors.TensorNotFoundError):
         hot.load("gpt@1", include=["optimizer"], fall_through=False)
 
 
@@ -236,7 +219,7 @@ def test_pieces_that_are_lost_here_are_read_there(
     with ckptstore.open(tmp_path / "hot") as again:
         for step in STEPS:
             assert_same(again.load(f"gpt@{step}"), step)
-        with pytest.raises((CorruptObjectError, CorruptTensorError)):
+        with pytest.raises((errors.CorruptObjectError, errors.CorruptTensorError)):
             again.load("gpt@1", fall_through=False)
         assert_same(again.load("gpt@latest-valid"), STEPS[-1])
 
@@ -272,7 +255,10 @@ def test_chunks_that_are_cold_here_are_read_there(
     """That a chunk lies in an archive class here stops no load from there, and is no damage."""
     cold = ckptstore.Store(create_on(MemoryBackend(f"tiers/{tmp_path}/there")))
     asleep = Fault(
-        calls=frozenset({"read_into"}), at=0, times=0, error=lambda: ColdObjectError("in GLACIER")
+        calls=frozenset({"read_into"}),
+        at=0,
+        times=0,
+        error=lambda: errors.ColdObjectError("in GLACIER"),
     )
     here = FaultyBackend(MemoryBackend(f"tiers/{tmp_path}/here"), asleep)
     with ckptstore.Store(create_on(here), replicas={"cold": cold}) as hot:
@@ -378,7 +364,7 @@ def test_a_second_replica_has_what_the_first_lost(hot: ckptstore.Store, tmp_path
     lose(tmp_path / "cold" / "packs", "*.pack")
     assert_same(hot.load("gpt@1"), 1)
     lose(tmp_path / "second" / "packs", "*.pack")
-    with pytest.raises(VersionNotFoundError, match=r"only the record .*'cold'.*'second'"):
+    with pytest.raises(errors.VersionNotFoundError, match=r"only the record .*'cold'.*'second'"):
         hot.load("gpt@1")
 
 
@@ -396,19 +382,17 @@ def test_a_replica_that_repacked_meanwhile_is_looked_at_again(
 
 
 # --- refusals -----------------------------------------------------------------------------------
-
-
 def test_both_reasons_are_told_the_one_here_first(hot: ckptstore.Store, tmp_path: Path) -> None:
     """Of the kind of what is wrong here; then the replica's; then what to do."""
     hot.age(["gpt@1"], "record")
     shutil.rmtree(tmp_path / "cold")
-    with pytest.raises(VersionNotFoundError) as caught:
+    with pytest.raises(errors.VersionNotFoundError) as caught:
         hot.load("gpt@1")
     text = str(caught.value)
     assert text.index("only the record of gpt@1") < text.index("replica 'cold'")
     assert "replica add cold" in caught.value.hint
     lose(tmp_path / "hot" / "packs", "*.pack")
-    with pytest.raises(CorruptTensorError, match=r"pack is gone .*replica 'cold'"):
+    with pytest.raises(errors.CorruptTensorError, match=r"pack is gone .*replica 'cold'"):
         hot.load("gpt@2")
 
 
@@ -419,12 +403,12 @@ def test_another_store_in_the_place_of_a_replica_is_refused(
     hot.age(["gpt@1"], "record")
     shutil.rmtree(tmp_path / "cold")
     ckptstore.open(tmp_path / "cold", create=True).close()
-    with pytest.raises(VersionNotFoundError, match="there is the store"):
+    with pytest.raises(errors.VersionNotFoundError, match="there is the store"):
         hot.load("gpt@1")
     assert "is left out: at" in caplog.text
-    with pytest.raises(ReplicaChangedError):
+    with pytest.raises(errors.ReplicaChangedError):
         hot.replica("cold")
-    with pytest.raises(ReplicaChangedError):
+    with pytest.raises(errors.ReplicaChangedError):
         hot.replicate("replica:cold")
 
 
@@ -433,15 +417,18 @@ def test_another_state_under_the_same_id_is_refused(hot: ckptstore.Store, tmp_pa
     with ckptstore.open(tmp_path / "cold") as cold:
         cold.age(["gpt@1"], "weights")
     hot.age(["gpt@1"], "record")
-    with pytest.raises(VersionNotFoundError, match="it has the version only as weights"):
+    with pytest.raises(errors.VersionNotFoundError, match="it has the version only as weights"):
         hot.load("gpt@1")
 
 
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (TransientStorageError("503"), "try again when"),
-        (ColdObjectError("in GLACIER", hint="ckptstore thaw gpt@1 --store x"), "ckptstore thaw"),
+        (errors.TransientStorageError("503"), "try again when"),
+        (
+            errors.ColdObjectError("in GLACIER", hint="ckptstore thaw gpt@1 --store x"),
+            "ckptstore thaw",
+        ),
     ],
 )
 def test_a_replica_that_is_down_or_cold_says_what_to_do(
@@ -458,7 +445,7 @@ def test_a_replica_that_is_down_or_cold_says_what_to_do(
         hot.replicate(cold)
         hot.age(["gpt@1"], "record")
         fault.at = 1
-        with pytest.raises(VersionNotFoundError, match="only the record") as caught:
+        with pytest.raises(errors.VersionNotFoundError, match="only the record") as caught:
             hot.load("gpt@1")
     assert hint in caught.value.hint
 
@@ -476,7 +463,7 @@ def test_the_key_of_an_encrypted_replica_is_asked_for_where_it_is_given(
         hot.add_replica("secret", tmp_path / "secret", encryption_key=spec)
         hot.remove_replica("cold")
         hot.evict(["gpt@1"], replica="secret")
-    with ckptstore.open(hot.url) as store, pytest.raises(VersionNotFoundError) as caught:
+    with ckptstore.open(hot.url) as store, pytest.raises(errors.VersionNotFoundError) as caught:
         store.load("gpt@1")
     assert caught.value.hint is not None
     assert "replicas={'secret': {'encryption_key'" in caught.value.hint
@@ -492,15 +479,13 @@ def test_a_version_that_other_stores_have_is_told_of_where_none_has_a_name(tmp_p
         hot.run("gpt").save(state_of(2), step=2)
         hot.replicate(tmp_path / "cold")
         hot.age(["gpt@1"], "record")
-        with pytest.raises(VersionNotFoundError) as caught:
+        with pytest.raises(errors.VersionNotFoundError) as caught:
             hot.load("gpt@1")
         assert "replica add" in caught.value.hint
         assert hot.resolve("gpt@1").replicas[0][:8] in caught.value.hint
 
 
 # --- refill, eviction, threads --------------------------------------------------------------------
-
-
 def test_refill_brings_it_back_first(hot: ckptstore.Store, tmp_path: Path) -> None:
     """The version is here as it was, and loads without the replica from then on."""
     hot.age(["gpt@1", "gpt@2"], "record")
@@ -510,7 +495,7 @@ def test_refill_brings_it_back_first(hot: ckptstore.Store, tmp_path: Path) -> No
     assert hot.resolve("gpt@2").level == "record"
     shutil.rmtree(tmp_path / "cold")
     assert_same(hot.load("gpt@1", refill=True), 1)
-    with pytest.raises(VersionNotFoundError, match="'cold'"):
+    with pytest.raises(errors.VersionNotFoundError, match="'cold'"):
         hot.load("gpt@2", refill=True)
     with ckptstore.open(tmp_path / "hot") as again:
         assert again.verify().ok
@@ -522,7 +507,7 @@ def test_eviction_takes_only_what_the_replica_has(hot: ckptstore.Store, tmp_path
     hot.tag("gpt@2", "keep")
     for step in (5, 6):
         run.save(state_of(step), step=step)
-    with pytest.raises(InvalidInputError, match="which versions"):
+    with pytest.raises(errors.InvalidInputError, match="which versions"):
         hot.evict(replica="cold")
     seen = hot.evict(replica="cold", runs=["gpt"], dry_run=True)
     assert [one.step for one in seen.evicted] == [1, 3, 4]
@@ -601,7 +586,7 @@ def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
             tries += 1
             waiting.wait(60)
             msg = "down"
-            raise TransientStorageError(msg)
+            raise errors.TransientStorageError(msg)
 
         opened._open = fail  # type: ignore[method-assign]
         info = ReplicaInfo(name="cold", url="/nowhere", store="0" * 32)
@@ -609,7 +594,7 @@ def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
         def get(_: int) -> str:
             try:
                 opened.get(info)
-            except TransientStorageError as error:
+            except errors.TransientStorageError as error:
                 return error.message
             return ""
 
@@ -627,9 +612,9 @@ def test_closing_closes_what_was_opened(hot: ckptstore.Store) -> None:
     """A replica that this store opened is closed with it; one that was given stays open."""
     cold = hot.replica("cold")
     hot.close()
-    with pytest.raises(InvalidInputError, match="is closed"):
+    with pytest.raises(errors.InvalidInputError, match="is closed"):
         cold.versions()
-    with pytest.raises(InvalidInputError, match="is closed"):
+    with pytest.raises(errors.InvalidInputError, match="is closed"):
         hot.replica("cold")
 
 
@@ -653,10 +638,10 @@ def test_a_replica_that_fails_at_close_keeps_nothing_open(
     shutil.rmtree(tmp_path / "cold" / "packs")
     (tmp_path / "cold" / "packs").write_bytes(b"no folder")
     cold.run("mine").save_async(state_of(1), step=1)
-    with pytest.raises(StorageError, match="packs"):
+    with pytest.raises(errors.StorageError, match="packs"):
         hot.close()
     for store in (hot, cold, two):
-        with pytest.raises(InvalidInputError, match="closed"):
+        with pytest.raises(errors.InvalidInputError, match="closed"):
             store.versions()
 
 
@@ -672,9 +657,9 @@ def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:
 
 def test_options_of_replicas_are_checked(tmp_path: Path) -> None:
     """A mapping of names to mappings, or to stores."""
-    with pytest.raises(InvalidInputError, match="mapping of names"):
+    with pytest.raises(errors.InvalidInputError, match="mapping of names"):
         ckptstore.open(tmp_path / "hot", create=True, replicas=["cold"])  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="are no mapping"):
+    with pytest.raises(errors.InvalidInputError, match="are no mapping"):
         ckptstore.open(tmp_path / "hot", create=True, replicas={"cold": "x"})  # type: ignore[dict-item]
 
 

@@ -35,7 +35,6 @@ class _Reads(MemoryBackend):
     refusal: Exception | None = None
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read, and count."""
         if key.startswith("packs/"):
             if self.refusal is not None:
                 raise self.refusal

@@ -10,16 +10,9 @@ import torch
 from damaging import flip_pack
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog import content_ops, lifecycle_ops
 from ckptstore.catalog.refs import parse_ref, resolve
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    InvalidRefError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.maintenance.check.verify import VerifyReport, sample_of
@@ -80,7 +73,7 @@ def test_the_part_of_the_day_moves_on_and_comes_round() -> None:
     assert sample_of(1.0, part=3, now_ms=0) is None
     assert sample_of(0.5, part=7, now_ms=0) == Sample(parts=2, part=1)
     for wrong in (0.0, -1.0, 1.01, float("nan")):
-        with pytest.raises(InvalidInputError, match="fraction"):
+        with pytest.raises(errors.InvalidInputError, match="fraction"):
             sample_of(wrong, part=None, now_ms=0)
 
 
@@ -153,18 +146,18 @@ def test_the_state_of_another_check_is_refused_and_kept(
         file = tmp_path / "other"
         file.write_bytes(content)
         if content:
-            with pytest.raises(InvalidInputError, match="not the state"):
+            with pytest.raises(errors.InvalidInputError, match="not the state"):
                 store.verify(resume=file)
             assert file.read_bytes() == content
         else:
             assert store.verify(resume=file).ok
     before = state.read_bytes()
-    with pytest.raises(InvalidInputError, match="another store, another sample"):
+    with pytest.raises(errors.InvalidInputError, match="another store, another sample"):
         store.verify(resume=state, sample=0.5)
     assert state.read_bytes() == before
     with (
         ckptstore.open(tmp_path / "second", create=True) as second,
-        pytest.raises(InvalidInputError, match="another store"),
+        pytest.raises(errors.InvalidInputError, match="another store"),
     ):
         second.verify(resume=state)
 
@@ -283,7 +276,7 @@ def test_a_snapshot_of_another_log_is_found_and_written_anew(
     snapshot.write_bytes(foreign.read_bytes())
 
     with ckptstore.open(tmp_path / "one") as store:
-        assert [p.kind for p in store.verify().problems] == [CorruptObjectError.kind]
+        assert [p.kind for p in store.verify().problems] == [errors.CorruptObjectError.kind]
         assert store.repair(dry_run=True).snapshots == (f"snapshots/{snapshot.name}",)
         assert store.repair().ok
         assert store.verify().ok
@@ -373,7 +366,7 @@ def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: ckptstor
             lambda: fresh.run("gpt").load("latest-valid"),
             lambda: fresh.resolve("gpt@latest-valid"),
         ):
-            with pytest.raises(CorruptObjectError, match=r"@4 .*@3 .*@2 .*@1 ") as caught:
+            with pytest.raises(errors.CorruptObjectError, match=r"@4 .*@3 .*@2 .*@1 ") as caught:
                 ask()
             assert "repair" in caught.value.hint
 
@@ -382,10 +375,10 @@ def test_only_the_line_of_the_run_counts(latest_store: ckptstore.Store) -> None:
     """After a rollback it is the target, not what was abandoned; no run is an error of its own."""
     latest_store.run("gpt").rollback(2)
     assert latest_store.resolve("gpt@latest-valid").step == 2
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         latest_store.resolve("nobody@latest-valid")
     latest_store.remove(["gpt@1", "gpt@2", "gpt@3", "gpt@4"], force=True)
-    with pytest.raises(VersionNotFoundError, match="could be loaded"):
+    with pytest.raises(errors.VersionNotFoundError, match="could be loaded"):
         latest_store.resolve("gpt@latest-valid")
 
 
@@ -393,7 +386,7 @@ def test_the_catalog_alone_does_not_know(latest_store: ckptstore.Store) -> None:
     """The grammar takes it, the pure resolver says who can tell, and no tag can have the name."""
     ref = parse_ref("gpt@latest-valid")
     assert (ref.kind, ref.run) == ("valid", "gpt")
-    with pytest.raises(InvalidRefError, match="catalog alone"):
+    with pytest.raises(errors.InvalidRefError, match="catalog alone"):
         resolve(latest_store.repo.catalog, ref)
     with pytest.raises(ckptstore.CkptStoreError, match="meaning of its own"):
         latest_store.tag("gpt", "latest-valid")

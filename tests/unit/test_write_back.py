@@ -66,7 +66,6 @@ class Tiers:
         self.hot.repo.log.append_any(named)  # type: ignore[arg-type]
 
     def open_cold(self) -> ckptstore.Store:
-        """Return the cold store, through the faults."""
         backend = FaultyBackend(self.inner, self.fail, self.hold)
         return ckptstore.Store(create_on(backend, exist_ok=True))
 

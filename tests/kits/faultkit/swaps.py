@@ -153,8 +153,6 @@ def _chunk(pack: bytes, row: IndexRow) -> bytes:
 
 
 # --- states ---------------------------------------------------------------------------------------
-
-
 @cache
 def scene(name: str) -> Scene:
     """Return the store of one of the kinds; not to be changed."""

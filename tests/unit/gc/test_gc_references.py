@@ -41,7 +41,6 @@ class _Reads(MeteredBackend):
         self.reads: Counter[str] = Counter()
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Pass on."""
         self.reads[key.partition("/")[0]] += 1
         return super().get(key, bytes_max=bytes_max)
 
@@ -206,8 +205,6 @@ def test_a_lost_manifest_is_noticed_without_reading(place: Place) -> None:
 
 
 # --- records that lie --------------------------------------------------------------------------
-
-
 def test_a_record_that_omits_a_live_pack_loses_nothing(place: Place) -> None:
     """All manifests are read before anything is condemned, and the record is made again."""
     _saved(place, *range(4))

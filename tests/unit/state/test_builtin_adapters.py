@@ -83,7 +83,6 @@ class Scaled(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the parts."""
         return ["held"], self.context
 
     @classmethod
@@ -94,14 +93,12 @@ class Scaled(torch.Tensor):
         _size: object,
         _stride: object,
     ) -> Scaled:
-        """Put them together."""
         return cls(parts["held"], context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, _types: object, args: tuple[Any, ...] = (), _kwargs: object = None
     ) -> Scaled:
-        """Do what a Parameter needs."""
         assert func is torch.ops.aten.detach.default
         return cls(args[0].held, args[0].context)
 
