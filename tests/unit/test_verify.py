@@ -17,6 +17,7 @@ from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.maintenance.check.verify import VerifyReport, sample_of
 from ckptstore.model import Version
+from ckptstore.store import Store
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -28,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> Iterator[ckptstore.Store]:
+def store(root: Path) -> Iterator[Store]:
     """Return a store of small chunks with a run of two versions that share a tensor."""
     torch.manual_seed(5)
     with ckptstore.open(root, create=True, chunk_bytes=1 << 16) as opened:
@@ -45,7 +46,7 @@ def flip_chunk(root: Path, place: int = -1) -> None:
     flip_pack(packs[place], only=1)
 
 
-def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) -> None:
+def test_parts_of_a_sample_are_every_chunk_exactly_once(store: Store) -> None:
     """The parts together read what a full check reads, no chunk twice, whatever their order."""
     whole = store.verify()
     parts = [store.verify(sample=0.25, part=part) for part in (3, 0, 2, 1)]
@@ -57,7 +58,7 @@ def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) 
     assert whole.sample is None
 
 
-def test_a_check_a_day_finds_damage_within_its_days(root: Path, store: ckptstore.Store) -> None:
+def test_a_check_a_day_finds_damage_within_its_days(root: Path, store: Store) -> None:
     """Exactly those parts complain that hold the damaged chunks."""
     flip_chunk(root)
     complaining = [part for part in range(8) if not store.verify(sample=1 / 8, part=part).ok]
@@ -79,7 +80,7 @@ def test_the_part_of_the_day_moves_on_and_comes_round() -> None:
 
 @pytest.mark.parametrize("engine", [None, "threads"])
 def test_the_progress_of_a_sample_is_that_of_the_sample(
-    root: Path, store: ckptstore.Store, engine: str | None
+    root: Path, store: Store, engine: str | None
 ) -> None:
     """The bar of a tenth counts about a tenth of the bytes, and ends at its end."""
     torch.manual_seed(6)
@@ -111,7 +112,7 @@ def stop_after(count: int) -> ProgressCallback:
 
 
 def test_an_interrupted_check_goes_on_where_it_stopped(
-    root: Path, store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run reads only what the first did not, and reports what both found."""
     monkeypatch.setattr(limits, "VERIFY_BATCH_BYTES", 200_000)
@@ -134,9 +135,7 @@ def test_an_interrupted_check_goes_on_where_it_stopped(
     assert not state.exists()
 
 
-def test_the_state_of_another_check_is_refused_and_kept(
-    store: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_the_state_of_another_check_is_refused_and_kept(store: Store, tmp_path: Path) -> None:
     """A file of something else, another store or another sample is not touched."""
     state = tmp_path / "state"
     with pytest.raises(Interrupt):
@@ -162,14 +161,12 @@ def test_the_state_of_another_check_is_refused_and_kept(
         second.verify(resume=state)
 
 
-def recorded(store: ckptstore.Store) -> list[bool]:
+def recorded(store: Store) -> list[bool]:
     """Return which versions are recorded as sound, oldest first."""
     return [version.verified for version in store.versions()]
 
 
-def test_sound_versions_are_recorded_and_damaged_ones_are_not(
-    root: Path, store: ckptstore.Store
-) -> None:
+def test_sound_versions_are_recorded_and_damaged_ones_are_not(root: Path, store: Store) -> None:
     """One commit says which; a second check has nothing to add; new damage is not recorded."""
     assert recorded(store) == [False, False]
     first = store.verify(record=True)
@@ -192,9 +189,7 @@ def test_sound_versions_are_recorded_and_damaged_ones_are_not(
     assert recorded(store) == [True, True, True, False]
 
 
-def test_a_long_check_records_as_it_goes(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_check_records_as_it_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found sound before an interruption is in the log already."""
     monkeypatch.setattr(limits, "VERIFY_RECORD_S", 0.0)
     with pytest.raises(Interrupt):
@@ -203,7 +198,7 @@ def test_a_long_check_records_as_it_goes(
 
 
 def test_versions_that_are_deleted_or_only_a_record_have_nothing_to_check(
-    root: Path, store: ckptstore.Store
+    root: Path, store: Store
 ) -> None:
     """Their objects may be gone, and that is no damage."""
     first, second = store.versions()
@@ -236,9 +231,7 @@ def kinds(report: VerifyReport) -> dict[str, set[str]]:
     return found
 
 
-def test_what_no_version_needs_is_a_notice_and_no_damage(
-    root: Path, store: ckptstore.Store
-) -> None:
+def test_what_no_version_needs_is_a_notice_and_no_damage(root: Path, store: Store) -> None:
     """Orphans, condemned objects and foreign files are told apart; deleted versions keep theirs."""
     gone = store.run("other").save({"x": torch.randn(100, 100)}, step=1)
     store.repo.log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
@@ -282,7 +275,7 @@ def test_a_snapshot_of_another_log_is_found_and_written_anew(
         assert store.verify().ok
 
 
-def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: ckptstore.Store) -> None:
+def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: Store) -> None:
     """A manifest that was lost or damaged is found by the very process that still remembers it."""
     lost, damaged = (root / store.resolve(f"gpt@{step}").manifest_key for step in (1, 2))
     for step in (1, 2):
@@ -299,7 +292,7 @@ def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: ckptstore.S
 
 
 @pytest.fixture
-def latest_store(root: Path) -> Iterator[ckptstore.Store]:
+def latest_store(root: Path) -> Iterator[Store]:
     """Return a store with a run of four versions."""
     torch.manual_seed(2)
     with ckptstore.open(root, create=True) as opened:
@@ -321,7 +314,7 @@ def cut_manifest(root: Path, version: Version) -> None:
 
 
 def test_without_damage_it_is_the_latest(
-    latest_store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+    latest_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The head, and not a word, by every way to ask."""
     run = latest_store.run("gpt")
@@ -333,7 +326,7 @@ def test_without_damage_it_is_the_latest(
 
 
 def test_what_is_damaged_is_skipped_loudly(
-    root: Path, latest_store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+    root: Path, latest_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged data and a damaged manifest are skipped, each with a warning that names it."""
     run = latest_store.run("gpt")
@@ -357,7 +350,7 @@ def test_what_is_damaged_is_skipped_loudly(
         assert torch.equal(target["model"]["w"], run.load(2)["model"]["w"])  # type: ignore[index]
 
 
-def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: ckptstore.Store) -> None:
+def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: Store) -> None:
     """No version is better than a wrong one; every reason is told."""
     for version in latest_store.versions():
         cut_manifest(root, version)
@@ -371,7 +364,7 @@ def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: ckptstor
             assert "repair" in caught.value.hint
 
 
-def test_only_the_line_of_the_run_counts(latest_store: ckptstore.Store) -> None:
+def test_only_the_line_of_the_run_counts(latest_store: Store) -> None:
     """After a rollback it is the target, not what was abandoned; no run is an error of its own."""
     latest_store.run("gpt").rollback(2)
     assert latest_store.resolve("gpt@latest-valid").step == 2
@@ -382,7 +375,7 @@ def test_only_the_line_of_the_run_counts(latest_store: ckptstore.Store) -> None:
         latest_store.resolve("gpt@latest-valid")
 
 
-def test_the_catalog_alone_does_not_know(latest_store: ckptstore.Store) -> None:
+def test_the_catalog_alone_does_not_know(latest_store: Store) -> None:
     """The grammar takes it, the pure resolver says who can tell, and no tag can have the name."""
     ref = parse_ref("gpt@latest-valid")
     assert (ref.kind, ref.run) == ("valid", "gpt")
