@@ -167,37 +167,6 @@ def test_two_writers_of_one_run_take_turns(memory: MemoryBackend, saving: Saving
     assert [v.parent for v in versions] == ["", versions[0].id, versions[1].id]
 
 
-def test_losing_the_race_builds_again_on_the_winner(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """When another commits between fold and put, `build` sees its commit, with a new write id."""
-    hook = Hook(memory)
-    rival = Log(memory)
-    rivals = [saving(step=100 + i) for i in range(3)]
-    sent: list[bytes] = []
-
-    def race(key: str, data: bytes) -> None:
-        sent.append(data)
-        if rivals:
-            rival.append(rivals.pop())
-        memory.put_if_absent(key, data)
-
-    hook.on_create = race
-    seen: list[int] = []
-    build = saving(step=1)
-
-    def watching(catalog: Catalog) -> list[Op]:
-        seen.append(catalog.number)
-        return list(build(catalog))
-
-    log = Log(hook, environment)
-    assert log.append(watching).number == 4
-    assert seen == [0, 1, 2, 3]
-    assert len(set(sent)) == 4
-    assert len(commits_of(memory)) == 4
-    assert environment.monotonic() > 0
-
-
 def test_many_threads_of_one_log(memory: MemoryBackend, saving: Saving) -> None:
     """Concurrent saves of several threads all land, in one chain, without a gap."""
     log = Log(memory)
@@ -245,96 +214,67 @@ def test_endless_contention_ends_in_a_conflict(
 
 
 # --- lost replies -------------------------------------------------------------------------------
-@pytest.mark.parametrize("error", [errors.AmbiguousWriteError, errors.TransientStorageError])
-def test_a_lost_reply_is_one_version(
+LOST, GONE = errors.AmbiguousWriteError("timeout"), errors.TransientStorageError("gone")
+
+
+@pytest.mark.parametrize(
+    ("events", "numbers"),
+    [
+        (["reply lost"], [1]),
+        (["reply gone"], [1]),
+        (["sent twice"], [1]),
+        (["request lost"], [1, 1]),
+        (["rival first, lost"], [1, 2]),
+        (["rival first"] * 3, [1, 2, 3, 4]),
+    ],
+    ids=lambda value: value[0] if isinstance(value[0], str) else str(len(value)),
+)
+def test_a_commit_is_there_once(
     memory: MemoryBackend,
     environment: SimulatedEnvironment,
     saving: Saving,
-    error: type[errors.StorageError],
+    events: list[str],
+    numbers: list[int],
 ) -> None:
-    """The commit happened, the answer was lost: reading back finds it, and it is there once."""
-    fault = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER, error=lambda: error("lost"))
-    commit = Log(FaultyBackend(memory, fault), environment).append(saving())
-    assert (commit.number, fault.hits, len(commits_of(memory))) == (1, 1, 1)
+    """Lost replies are read back, lost requests sent again byte by byte, lost races built anew.
 
-
-def test_its_own_object_exists_after_a_hidden_retry(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """A wrapper tried twice and its second try found the first one's object: still a success."""
-    hook = Hook(memory)
-
-    def twice(key: str, data: bytes) -> None:
-        memory.put_if_absent(key, data)
-        memory.put_if_absent(key, data)
-
-    hook.on_create = twice
-    assert Log(hook, environment).append(saving()).number == 1
-    assert len(commits_of(memory)) == 1
-
-
-def test_an_unclear_answer_and_another_winner_is_a_conflict(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Reading back finds another's write id: the next number is tried."""
-    hook = Hook(memory)
-    rival = Log(memory)
-    calls: list[str] = []
-
-    def race(key: str, data: bytes) -> None:
-        calls.append(key)
-        if len(calls) == 1:
-            rival.append(saving("rival"))
-            raise errors.AmbiguousWriteError("timeout")
-        memory.put_if_absent(key, data)
-
-    hook.on_create = race
-    assert Log(hook, environment).append(saving()).number == 2
-    assert calls == [commit_key(1), commit_key(2)]
-
-
-def test_a_lost_request_is_sent_again_with_the_same_bytes(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Nothing is there after an unclear answer: the very same bytes go to the same number."""
-    hook = Hook(memory)
+    Requests that arrive long after their client moved on change nothing.
+    """
+    hook, rival, build = Hook(memory), Log(memory), saving(step=1)
     sent: list[tuple[str, bytes]] = []
+    seen: list[int] = []
 
-    def lose_first(key: str, data: bytes) -> None:
+    def create(key: str, data: bytes) -> None:
+        event = events[len(sent)] if len(sent) < len(events) else ""
         sent.append((key, data))
-        if len(sent) == 1:
-            raise errors.AmbiguousWriteError("timeout")
+        if event.startswith("rival"):
+            rival.append(saving("rival"))
+        if event in ("request lost", "rival first, lost"):
+            raise LOST
         memory.put_if_absent(key, data)
+        if event.startswith("reply"):
+            raise LOST if event == "reply lost" else GONE
+        if event == "sent twice":
+            memory.put_if_absent(key, data)
 
-    hook.on_create = lose_first
-    assert Log(hook, environment).append(saving()).number == 1
-    assert len(sent) == 2
-    assert sent[0] == sent[1]
+    def watching(catalog: Catalog) -> list[Op]:
+        seen.append(catalog.number)
+        return list(build(catalog))
 
-
-def test_a_delayed_duplicate_never_lands_twice(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Requests that arrive long after their client moved on change nothing."""
-    hook = Hook(memory)
-    held: list[tuple[str, bytes]] = []
-
-    def hold(key: str, data: bytes) -> None:
-        held.append((key, data))
-        if len(held) == 1:
-            raise errors.AmbiguousWriteError("timeout")
-        memory.put_if_absent(key, data)
-
-    hook.on_create = hold
+    hook.on_create = create
     log = Log(hook, environment)
-    log.append(saving(step=1))
+    assert log.append(watching).number == len(commits_of(memory)) == numbers[-1]
+    assert [key for key, _ in sent] == [commit_key(number) for number in numbers]
+    assert len(set(sent)) == len(set(numbers))
+    assert seen == [number - 1 for number in sorted(set(numbers))]
+    assert environment.monotonic() > 0 or len(set(numbers)) == 1
     log.append(saving(step=2))
     before = [memory.get(key, bytes_max=10**6) for key in commits_of(memory)]
-    for key, data in held:
-        with pytest.raises(Exception, match="exists"):
+    for key, data in sent:
+        with pytest.raises(errors.ObjectExistsError):
             memory.put_if_absent(key, data)
     assert [memory.get(key, bytes_max=10**6) for key in commits_of(memory)] == before
-    assert Log(memory).refresh().versions_count == 2
+    assert Log(memory).refresh().versions_count == numbers[-1] + 1
 
 
 def test_what_stays_unclear_is_an_error_and_may_appear_once(
@@ -376,15 +316,14 @@ def _ambiguous() -> Exception:
     return errors.AmbiguousWriteError("lost")
 
 
+@pytest.mark.parametrize("error", [errors.StorageFullError, errors.UnsafeBackendError])
 def test_a_failure_for_good_leaves_no_version(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
+    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving, error: type[Exception]
 ) -> None:
-    """A full disk is passed on as it is, and nothing is committed."""
-    fault = Fault(
-        calls=frozenset({"put_if_absent"}), times=0, error=lambda: errors.StorageFullError("x")
-    )
+    """A full disk, or no put-if-absent, is passed on at once, and nothing is committed."""
+    fault = Fault(calls=frozenset({"put_if_absent"}), times=0, error=lambda: error("x"))
     log = Log(FaultyBackend(memory, fault), environment)
-    with pytest.raises(errors.StorageFullError):
+    with pytest.raises(error):
         log.append(saving())
     assert fault.hits == 1
     assert log.refresh().number == 0
@@ -427,18 +366,6 @@ def test_a_commit_that_shows_although_the_storage_failed_is_unclear(
     fault = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER)
     with pytest.raises(errors.AmbiguousWriteError, match="it shows"):
         Log(FaultyBackend(memory, fault), environment).append(saving())
-
-
-def test_storage_without_the_condition_is_never_tried_twice(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """A refusal of put-if-absent comes through at once."""
-    fault = Fault(
-        calls=frozenset({"put_if_absent"}), times=0, error=lambda: errors.UnsafeBackendError("501")
-    )
-    with pytest.raises(errors.UnsafeBackendError):
-        Log(FaultyBackend(memory, fault), environment).append(saving())
-    assert fault.hits == 1
 
 
 class CreateThenInterrupt(WrapperBackend):
@@ -800,13 +727,6 @@ def test_a_taken_commit_is_another_writers(
     hook.on_put = taken
     with pytest.raises(errors.CommitConflictError, match="two writers"):
         Log(hook, environment, single_writer=True).append(saving())
-
-
-def test_single_writers_one_after_another(memory: MemoryBackend, saving: Saving) -> None:
-    """A new process goes on where the last one ended."""
-    for step in range(3):
-        Log(memory, single_writer=True).append(saving(step=step))
-    assert Log(memory).refresh().versions_count == 3
 
 
 # --- processes ----------------------------------------------------------------------------------
