@@ -172,15 +172,10 @@ def mark(text: str) -> str:
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (os.system, ("true",)),
-        (mark, ("called",)),
-        (eval, ("1",)),
-        (getattr, ("text", "upper")),
-        (torch.load, ("x",)),
-        (OrderedDict, ()),
-        (torch.hub.load, ("a/b", "c")),
+        (os.system, ("true",)), (mark, ("called",)), (eval, ("1",)), (getattr, ("text", "upper")),
+        (torch.load, ("x",)), (OrderedDict, ()), (torch.hub.load, ("a/b", "c")),
     ],
-)
+)  # fmt: skip
 def test_a_pickle_that_calls_is_refused(
     function: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:

@@ -236,14 +236,11 @@ def test_distributed_tensors_over_subclasses(run: Run, alone: None) -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        3,
-        ["t", 1],
-        ["d", ["t", 1], 2],
-        ["d", "dtype", ["dt", "int8"]],
+        3, ["t", 1], ["d", ["t", 1], 2], ["d", "dtype", ["dt", "int8"]],
         ["d", "dtype", 1, "shape", 2],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_hostile_states_of_tensors(state: Any) -> None:  # noqa: ANN401
     """A tensor in parts of which a store does not say what it is: told, with the path."""
     adapted = Adapted((), lambda node: torch.ones(1))

@@ -25,13 +25,9 @@ FLOATS: dict[Layout, Any] = {
     Layout.FLOAT64: np.float64,
 }
 FORMS = [
-    PLAIN,
-    DeltaForm(turn=3),
-    DeltaForm(grouped=True),
-    DeltaForm(grouped=True, turn=TURN_MAX),
-    DeltaForm(halves=True),
-    DeltaForm(grouped=True, turn=1, halves=True),
-]
+    PLAIN, DeltaForm(turn=3), DeltaForm(grouped=True), DeltaForm(grouped=True, turn=TURN_MAX),
+    DeltaForm(halves=True), DeltaForm(grouped=True, turn=1, halves=True),
+]  # fmt: skip
 
 
 def fits(form: DeltaForm, layout: Layout) -> bool:

@@ -180,12 +180,9 @@ def _nobody() -> Iterator[None]:
 def _s3(server: Server) -> Place:
     """Return a bucket of a moto, which checks credentials and rights from then on."""
     root = {
-        "aws_access_key_id": "root",
-        "aws_secret_access_key": "root",
-        "region_name": "us-east-1",
-        "endpoint_url": server.url,
-        "config": Config(s3={"addressing_style": "path"}),
-    }
+        "aws_access_key_id": "root", "aws_secret_access_key": "root", "region_name": "us-east-1",
+        "endpoint_url": server.url, "config": Config(s3={"addressing_style": "path"}),
+    }  # fmt: skip
     boto3.client("s3", **root).create_bucket(Bucket="bucket")
     iam = boto3.client("iam", **root)
 
@@ -284,12 +281,8 @@ def _web(server: WebServer) -> Place:
 
 
 PLACES: dict[str, Callable[..., Place]] = {
-    "s3": _s3,
-    "gs": _gcs,
-    "az": _azure,
-    "http": _web,
-    "a folder": _folder,
-}
+    "s3": _s3, "gs": _gcs, "az": _azure, "http": _web, "a folder": _folder,
+}  # fmt: skip
 
 
 def _fill(place: Place) -> None:

@@ -81,14 +81,9 @@ def test_every_layout(store: Store, tmp_path: Path, save: Save) -> None:
 def test_plain_values_and_containers(store: Store, tmp_path: Path) -> None:
     """Numbers, texts, sequences and empty containers come back; sequences as lists."""
     tree = {
-        "step": 3,
-        "rate": 0.5,
-        "name": "small/model",
-        "list": [jnp.ones(2), np.arange(3)],
-        "tuple": (jnp.zeros(1), 4),
-        "empty": [{}, None],
-        "a/b": {"0": jnp.ones(())},
-    }
+        "step": 3, "rate": 0.5, "name": "small/model", "list": [jnp.ones(2), np.arange(3)],
+        "tuple": (jnp.zeros(1), 4), "empty": [{}, None], "a/b": {"0": jnp.ones(())},
+    }  # fmt: skip
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", tree)
     import_file(store, tmp_path / "saved", run="plain", step=1)

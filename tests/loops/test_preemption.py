@@ -71,13 +71,10 @@ def test_time_runs_from_the_signal() -> None:
 @pytest.mark.parametrize(
     ("own_s", "other_ms", "left_s"),
     [
-        (10.0, 0, 20.0),
-        (None, 10_000, 20.0),
-        (10.0, 2_250, 20.0),
-        (2.25, 10_500, 19.5),
+        (10.0, 0, 20.0), (None, 10_000, 20.0), (10.0, 2_250, 20.0), (2.25, 10_500, 19.5),
         (0.5, 0, 29.5),
     ],
-)
+)  # fmt: skip
 def test_the_tightest_deadline_of_all_ranks_holds(
     monkeypatch: pytest.MonkeyPatch, own_s: float | None, other_ms: int, left_s: float
 ) -> None:

@@ -79,12 +79,9 @@ def main(folder: Path) -> None:
         resumed.train(resume_from_checkpoint=resumed.has_version)
     weights = [model.transformer.wte.weight for model in (whole.model, resumed.model)]
     said = {
-        "whole": first.drawn,
-        "ended": second.drawn,
-        "resumed": third.drawn,
-        "code": preemption.exit_code,
-        "same": torch.equal(*weights),
-    }
+        "whole": first.drawn, "ended": second.drawn, "resumed": third.drawn,
+        "code": preemption.exit_code, "same": torch.equal(*weights),
+    }  # fmt: skip
     (folder / f"said-{rank}").write_text(json.dumps(said), encoding="utf-8")
     torch.distributed.destroy_process_group()
 

@@ -191,18 +191,10 @@ def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
 def test_no_false_answer_to_a_create(kind: str) -> None:
     """Only the storage's own word says "exists"; silence is never called a plain failure."""
     silent = (
-        boto.ReadTimeoutError,
-        boto.ConnectionClosedError,
-        aiohttp.ClientPayloadError,
-        aiohttp.ServerDisconnectedError,
-        azure.ServiceResponseError,
-        azure.IncompleteReadError,
-        FSTimeoutError,
-        asyncio.TimeoutError,
-        ConnectionResetError,
-        EOFError,
-        RuntimeError,
-    )
+        boto.ReadTimeoutError, boto.ConnectionClosedError, aiohttp.ClientPayloadError,
+        aiohttp.ServerDisconnectedError, azure.ServiceResponseError, azure.IncompleteReadError,
+        FSTimeoutError, asyncio.TimeoutError, ConnectionResetError, EOFError, RuntimeError,
+    )  # fmt: skip
     for error in ERRORS:
         with pytest.raises(errors.CkptStoreError) as caught:
             broken(kind, error).put_if_absent("a", b"x")

@@ -674,18 +674,12 @@ def mode_of(path: Path) -> int:
 @pytest.mark.parametrize(
     ("root", "mask", "folder"),
     [
-        (0o2775, 0o077, 0o2770),
-        (0o2750, 0o077, 0o2750),
-        (0o775, 0o022, 0o775),
-        (0o777, 0o022, 0o775),
-        (0o777, 0o077, 0o770),
-        (0o1777, 0o022, 0o1775),
-        (0o1777, 0o077, 0o1770),
-        (0o755, 0o002, 0o775),
-        (0o700, 0o022, 0o755),
+        (0o2775, 0o077, 0o2770), (0o2750, 0o077, 0o2750), (0o775, 0o022, 0o775),
+        (0o777, 0o022, 0o775), (0o777, 0o077, 0o770), (0o1777, 0o022, 0o1775),
+        (0o1777, 0o077, 0o1770), (0o755, 0o002, 0o775), (0o700, 0o022, 0o755),
     ],
     ids=oct,
-)
+)  # fmt: skip
 def test_new_folders_have_the_groups_rights_of_the_root(
     root: int, mask: int, folder: int, tmp_path: Path
 ) -> None:

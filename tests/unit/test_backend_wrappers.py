@@ -97,13 +97,10 @@ def test_retry_gives_up(memory: MemoryBackend, call: str) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        errors.StorageError("x"),
-        errors.AmbiguousWriteError("x"),
-        errors.ObjectExistsError("x"),
-        errors.ObjectNotFoundError("x"),
-        ValueError("x"),
+        errors.StorageError("x"), errors.AmbiguousWriteError("x"), errors.ObjectExistsError("x"),
+        errors.ObjectNotFoundError("x"), ValueError("x"),
     ],
-)
+)  # fmt: skip
 def test_only_transient_failures_are_retried(memory: MemoryBackend, error: Exception) -> None:
     """Anything else comes through at once, as it is."""
     fault = Fault(error=lambda: error)
@@ -161,17 +158,10 @@ def test_meters(memory: MemoryBackend) -> None:
         backend.get("no/such", bytes_max=1)
     found = backend.snapshot()
     assert {name: (m.calls, m.failures, m.bytes_moved) for name, m in found.items()} == {
-        "put": (1, 0, 2),
-        "put_if_absent": (1, 0, 1),
-        "open_writer": (1, 0, 0),
-        "writer.write": (1, 0, 3),
-        "writer.commit": (1, 0, 0),
-        "get": (2, 1, 3),
-        "read_into": (1, 0, 3),
-        "list": (1, 0, 0),
-        "stat": (1, 0, 0),
-        "delete": (1, 0, 0),
-    }
+        "put": (1, 0, 2), "put_if_absent": (1, 0, 1), "open_writer": (1, 0, 0),
+        "writer.write": (1, 0, 3), "writer.commit": (1, 0, 0), "get": (2, 1, 3),
+        "read_into": (1, 0, 3), "list": (1, 0, 0), "stat": (1, 0, 0), "delete": (1, 0, 0),
+    }  # fmt: skip
     assert all(meter.seconds >= 0 for meter in found.values())
 
 

@@ -314,11 +314,8 @@ def test_catalog(space: Workspace, tmp_path: Path) -> None:
 def test_scale(space: Workspace, tmp_path: Path) -> None:
     """Simulated writers all commit; equal seeds give equal figures; no one really waits."""
     sizes: dict[str, Any] = {
-        "writers": [3, 12],
-        "trainings": 4,
-        "intervals_s": [60.0],
-        "ranks": [2],
-    }
+        "writers": [3, 12], "trainings": 4, "intervals_s": [60.0], "ranks": [2],
+    }  # fmt: skip
     result = scale.run(space, **sizes)
     _check(result, tmp_path)
     assert [one.numbers["commits"] for one in result.tables["at once"]] == [3, 12, 3, 12]

@@ -75,13 +75,10 @@ def test_what_is_no_skip_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("marks", "default_s", "expected"),
     [
-        (["lab"], 120.0, 600.0),
-        (["soak"], 120.0, 7200.0),
-        (["lab", "soak"], 120.0, 7200.0),
-        (["lab"], 7200.0, 7200.0),
-        ([], 120.0, 120.0),
+        (["lab"], 120.0, 600.0), (["soak"], 120.0, 7200.0), (["lab", "soak"], 120.0, 7200.0),
+        (["lab"], 7200.0, 7200.0), ([], 120.0, 120.0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("slowness", [1.0, 3.5])
 def test_time_limits(
     request: pytest.FixtureRequest,

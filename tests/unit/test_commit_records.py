@@ -398,14 +398,10 @@ def test_keys_are_the_documented_ones() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "commits/000001/000000000042.json",
-        "commits/000000/000000000000.json",
-        "commits/42.json",
-        "commits/000000/000000000042.json.tmp",
-        "snapshots/1.snap",
-        "packs/ff/" + ID + ".pack",
+        "commits/000001/000000000042.json", "commits/000000/000000000000.json", "commits/42.json",
+        "commits/000000/000000000042.json.tmp", "snapshots/1.snap", "packs/ff/" + ID + ".pack",
     ],
-)
+)  # fmt: skip
 def test_foreign_keys_are_not_taken_for_ours(key: str) -> None:
     """A key in the wrong folder or form has no number and no id."""
     assert commit_number(key) is None

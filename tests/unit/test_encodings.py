@@ -298,20 +298,14 @@ def test_the_text_of_an_encoding_is_read_back(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bf15", "did you mean 'bf16'"),
-        ("", "not an encoding"),
-        ("int8:", "not an option"),
-        ("int8:blocks=3", "not an option"),
-        ("int8:block=3", "from 8 to"),
-        ("int8:block=2.5", "not a number"),
-        ("int8:block=64,block=32", "not an option"),
-        ("bf16:block=64", "no blocks"),
-        ("bf16:rel_l2=0", "above 0"),
-        ("bf16:rel_l2=nan", "above 0"),
-        ("bf16:max_abs=inf", "above 0"),
+        ("bf15", "did you mean 'bf16'"), ("", "not an encoding"), ("int8:", "not an option"),
+        ("int8:blocks=3", "not an option"), ("int8:block=3", "from 8 to"),
+        ("int8:block=2.5", "not a number"), ("int8:block=64,block=32", "not an option"),
+        ("bf16:block=64", "no blocks"), ("bf16:rel_l2=0", "above 0"),
+        ("bf16:rel_l2=nan", "above 0"), ("bf16:max_abs=inf", "above 0"),
         ("lossless:rel_l2=0.1", "no error"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_encoding_is_refused(text: str, message: str) -> None:
     """The message says what is wrong, and what would be right."""
     with pytest.raises(InvalidInputError, match=message):
@@ -367,12 +361,9 @@ def test_the_first_rule_that_matches_counts() -> None:
         "*": Encoding("dynamic8"),
     }
     targets = [
-        (("model", "head", "weight"), "weights"),
-        (("model", "embed", "weight"), "weights"),
-        (("model", "body"), "weights"),
-        (("other",), "extra"),
-        (("rng",), "rng"),
-    ]
+        (("model", "head", "weight"), "weights"), (("model", "embed", "weight"), "weights"),
+        (("model", "body"), "weights"), (("other",), "extra"), (("rng",), "rng"),
+    ]  # fmt: skip
     assert _wishes(rules, *targets) == {1: "int8:block=64", 2: "bf16", 3: "dynamic8"}
 
 
@@ -452,13 +443,10 @@ def test_a_rule_that_takes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"role:wieghts": "bf16"}, "not a role"),
-        ({"*": "bf17"}, "not an encoding"),
-        ({7: "bf16"}, "a pattern must be"),
-        ("bf16", "mapping"),
-        ([("*", "bf16")], "mapping"),
+        ({"role:wieghts": "bf16"}, "not a role"), ({"*": "bf17"}, "not an encoding"),
+        ({7: "bf16"}, "a pattern must be"), ("bf16", "mapping"), ([("*", "bf16")], "mapping"),
     ],
-)
+)  # fmt: skip
 def test_rules_that_are_none_are_refused(rules: Any, message: str) -> None:  # noqa: ANN401
     """Before anything is read: a rule is right or an error."""
     with pytest.raises(InvalidInputError, match=message):

@@ -105,17 +105,11 @@ def test_tied_views_orders_and_arrays_are_written_by_value(
     base = torch.arange(48.0).reshape(6, 8)
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state: dict[str, Any] = {
-        "a": base,
-        "tied": base,
-        "view": base[1:3, ::2],
-        "turned": base.t(),
-        "halves": base.view(torch.int32)[0],
-        "image": image,
-        "swapped": torch.randn(4, 6).t(),
+        "a": base, "tied": base, "view": base[1:3, ::2], "turned": base.t(),
+        "halves": base.view(torch.int32)[0], "image": image, "swapped": torch.randn(4, 6).t(),
         "zero": torch.tensor(3.5, dtype=torch.float64),
-        "empty": torch.empty(0, 4, dtype=torch.int8),
-        "array": np.arange(5, dtype=np.int16),
-    }
+        "empty": torch.empty(0, 4, dtype=torch.int8), "array": np.arange(5, dtype=np.int16),
+    }  # fmt: skip
     store.run("r").save(state, step=1)
     done = export_safetensors(store, "r", tmp_path / "a.safetensors")
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
@@ -129,13 +123,9 @@ def test_tied_views_orders_and_arrays_are_written_by_value(
 def test_values_that_are_no_tensors_are_reported(store: ckptstore.Store, tmp_path: Path) -> None:
     """Numbers, texts, bytes and generators are left out by name; what is not asked for is not."""
     state = {
-        "model": {"w": torch.ones(2)},
-        "epoch": 3,
-        "names": ["a", "b"],
-        "blob": b"x" * 10_000,
-        "generator": torch.Generator(),
-        "other": {"lr": 0.1},
-    }
+        "model": {"w": torch.ones(2)}, "epoch": 3, "names": ["a", "b"], "blob": b"x" * 10_000,
+        "generator": torch.Generator(), "other": {"lr": 0.1},
+    }  # fmt: skip
     store.run("r").save(state, step=1)
     done = export_safetensors(store, "r", tmp_path / "a.safetensors", exclude=["other"])
     assert sorted(done.left_out) == ["blob", "epoch", "generator", "names.0", "names.1"]

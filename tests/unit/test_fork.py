@@ -71,11 +71,8 @@ def test_a_fork_shares_everything_and_knows_its_parent(store: ckptstore.Store) -
     first = run.head
     assert first is not None
     assert (first.run, first.step, first.parent, first.metadata) == (
-        "ft",
-        7,
-        source.id,
-        {"why": "test"},
-    )
+        "ft", 7, source.id, {"why": "test"},
+    )  # fmt: skip
     assert (first.metrics, first.tags, first.content) == ({}, (), source.content)
     assert _new_bytes(first) == 0
     assert run.info.origin == source.id
@@ -407,12 +404,9 @@ def test_a_version_travels_whole(backends: Backends, chunk_bytes: int) -> None:
     assert (version.parent, version.step, version.content) == ("", 5, source.content)
     assert version.metadata["note"] == "x"
     assert version.metadata["forked_from"] == {
-        "store_id": here.info.store_id,
-        "url": here.url,
-        "version": source.id,
-        "run": "gpt",
+        "store_id": here.info.store_id, "url": here.url, "version": source.id, "run": "gpt",
         "step": 5,
-    }
+    }  # fmt: skip
     assert run.info.metrics == {"loss": "min"}
     assert {r: part.stored for r, part in version.roles.items()} == {
         r: part.stored for r, part in source.roles.items()

@@ -285,15 +285,11 @@ def test_a_column_of_another_length_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pack", 1),
-        ("slab", limits.CHUNK_RAW_BYTES_MAX + 1),
-        ("stored", limits.CHUNK_STORED_BYTES_MAX + 1),
-        ("offset", limits.PACK_BYTES_MAX + 1),
-        ("inner", 1),
-        ("raw", 0),
-        ("raw", 11),
+        ("pack", 1), ("slab", limits.CHUNK_RAW_BYTES_MAX + 1),
+        ("stored", limits.CHUNK_STORED_BYTES_MAX + 1), ("offset", limits.PACK_BYTES_MAX + 1),
+        ("inner", 1), ("raw", 0), ("raw", 11),
     ],
-)
+)  # fmt: skip
 def test_a_piece_outside_of_its_chunk_or_pack_is_refused(name: str, value: int) -> None:
     """No row can point a reader outside of what may be there."""
     body = body_of(manifest_of([[10]]))

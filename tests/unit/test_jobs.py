@@ -90,12 +90,8 @@ def test_both_stores_keep_what_the_file_says(tmp_path: Path, reading: Reading) -
     )
     report = run_job(job)
     assert [step.name for step in report.steps] == [
-        "replicate",
-        "retain-target",
-        "retain-source",
-        "gc-target",
-        "gc-source",
-    ]
+        "replicate", "retain-target", "retain-source", "gc-target", "gc-source",
+    ]  # fmt: skip
     assert report.ok
     with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
         assert [v.step for v in hot.versions()] == [4]

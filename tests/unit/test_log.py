@@ -220,15 +220,12 @@ LOST, GONE = errors.AmbiguousWriteError("timeout"), errors.TransientStorageError
 @pytest.mark.parametrize(
     ("events", "numbers"),
     [
-        (["reply lost"], [1]),
-        (["reply gone"], [1]),
-        (["sent twice"], [1]),
-        (["request lost"], [1, 1]),
-        (["rival first, lost"], [1, 2]),
+        (["reply lost"], [1]), (["reply gone"], [1]), (["sent twice"], [1]),
+        (["request lost"], [1, 1]), (["rival first, lost"], [1, 2]),
         (["rival first"] * 3, [1, 2, 3, 4]),
     ],
     ids=lambda value: value[0] if isinstance(value[0], str) else str(len(value)),
-)
+)  # fmt: skip
 def test_a_commit_is_there_once(
     memory: MemoryBackend,
     environment: SimulatedEnvironment,

@@ -200,17 +200,9 @@ def test_levels_are_asked_from_the_top(story: Story) -> None:
     """A version stays at the highest level that has a rule for it, and says which."""
     found = story.plan(full="last 2", weights=["best 3 loss", "every 500 steps"], record="all")
     assert fates(found) == {
-        100: "weights",
-        200: "record",
-        300: "record",
-        400: "record",
-        500: "weights",
-        600: "weights",
-        700: "weights",
-        800: "record",
-        900: "full",
-        1000: "full",
-    }
+        100: "weights", 200: "record", 300: "record", 400: "record", 500: "weights", 600: "weights",
+        700: "weights", 800: "record", 900: "full", 1000: "full",
+    }  # fmt: skip
     why = reasons(found)
     assert why[500] == "best 3 loss; every 500 steps"
     assert why[900] == "last 2"
@@ -331,13 +323,8 @@ def test_what_was_reduced_takes_no_place_above_and_comes_not_back() -> None:
     story.age(ids[1], "weights")
     found = story.plan(full="best 2 loss", record="all")
     assert fates(found) == {
-        0: "record",
-        1: "weights",
-        2: "full",
-        3: "record",
-        4: "record",
-        5: "full",
-    }
+        0: "record", 1: "weights", 2: "full", 3: "record", 4: "record", 5: "full",
+    }  # fmt: skip
     assert fates(story.plan(full="all"))[0] == "record"
     assert not story.plan(full="all").changes
 

@@ -260,14 +260,9 @@ def test_an_observer_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture
 def test_documents_of_events_are_plain() -> None:
     """An event can be written as JSON; an error is in it only where there is one."""
     assert _event("durable").document() == {
-        "kind": "durable",
-        "store": "s",
-        "run": "r",
-        "step": 1,
-        "version": "v",
-        "at_ms": 5,
+        "kind": "durable", "store": "s", "run": "r", "step": 1, "version": "v", "at_ms": 5,
         "receipt": {},
-    }
+    }  # fmt: skip
 
 
 def test_receipts_of_old_versions_are_receipts() -> None:

@@ -427,8 +427,5 @@ def test_a_large_store_opens_with_few_reads(
     opened_catalog = Log(backend).refresh()
     assert opened_catalog.versions_count == 3099
     assert backend.calls == {
-        "list snapshots": 1,
-        "get snapshots": 1,
-        "list commits": 1,
-        "get commits": 100,
-    }
+        "list snapshots": 1, "get snapshots": 1, "list commits": 1, "get commits": 100,
+    }  # fmt: skip

@@ -278,13 +278,8 @@ def test_lazy_slices_equal_real_ones(store: ckptstore.Store) -> None:
     lazy = store.version("r")
     rows = torch.tensor([1, 2999])
     indices: list[Any] = [
-        0,
-        -1,
-        slice(10, 20),
-        slice(None, None, 7),
-        (5, slice(3, 9)),
-        (slice(0, 5), 3),
-    ]
+        0, -1, slice(10, 20), slice(None, None, 7), (5, slice(3, 9)), (slice(0, 5), 3),
+    ]  # fmt: skip
     indices += [(2, 3), ..., (..., 4), slice(5, 5), slice(2990, 9999), (-3, -4), rows, None]
     for index in indices:
         assert torch.equal(big[index], lazy["big"][index]), index
@@ -462,16 +457,10 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         run = store.run("r")
         run.save({"x": torch.ones(2)}, step=1)
     refused: list[Callable[[], object]] = [
-        store.runs,
-        store.log,
-        store.verify,
-        store.stats,
-        run.load,
-        run.versions,
-        lambda: store.load("r"),
-        lambda: run.save({"x": torch.ones(2)}, step=2),
+        store.runs, store.log, store.verify, store.stats, run.load, run.versions,
+        lambda: store.load("r"), lambda: run.save({"x": torch.ones(2)}, step=2),
         lambda: store.tag("r", "good"),
-    ]
+    ]  # fmt: skip
     for call in refused:
         with pytest.raises(errors.InvalidInputError, match="is closed"):
             call()

@@ -78,11 +78,8 @@ def test_anything_else_is_refused(
     grown = tuple(n + by if d == dim else n for d, n in enumerate(sizes))
     others = boxes[:place] + boxes[place + 1 :]
     changed = [
-        [*others, (bent, sizes)],
-        [*others, (offsets, grown)],
-        [*boxes, (offsets, sizes)],
-        others,
-    ][data.draw(st.integers(0, 3))]
+        [*others, (bent, sizes)], [*others, (offsets, grown)], [*boxes, (offsets, sizes)], others,
+    ][data.draw(st.integers(0, 3))]  # fmt: skip
     inside = all(
         n > 0 and a >= 0 and a + n <= whole
         for box in changed

@@ -9,15 +9,8 @@ from typing import Any
 from labkit.peers import Call, Peer, PeerError
 
 __all__ = [
-    "NUMBERS",
-    "Acked",
-    "Place",
-    "Promises",
-    "assert_kept",
-    "collect",
-    "note",
-    "start_writers",
-]
+    "NUMBERS", "Acked", "Place", "Promises", "assert_kept", "collect", "note", "start_writers",
+]  # fmt: skip
 
 # Float32 values of the large tensor: 128 KiB, which makes chunks of its own, and small enough that
 # 200 versions take little time.

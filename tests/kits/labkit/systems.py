@@ -21,21 +21,9 @@ from ports import free_port
 from labkit import processor
 
 __all__ = [
-    "Ceph",
-    "FileServers",
-    "Gluster",
-    "LabError",
-    "LabPool",
-    "LabSystem",
-    "Linux",
-    "LoopDisk",
-    "MooseFs",
-    "Mounts",
-    "Nfs",
-    "S3Server",
-    "Swift",
-    "TwoMounts",
-]
+    "Ceph", "FileServers", "Gluster", "LabError", "LabPool", "LabSystem", "Linux", "LoopDisk",
+    "MooseFs", "Mounts", "Nfs", "S3Server", "Swift", "TwoMounts",
+]  # fmt: skip
 
 SCRIPTS = Path(__file__).parents[2] / "lab" / "systems"
 
@@ -64,11 +52,8 @@ class LabSystem:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
         self._environment = {
-            **os.environ,
-            "LAB": str(folder),
-            "PYTHON": sys.executable,
-            **environment,
-        }
+            **os.environ, "LAB": str(folder), "PYTHON": sys.executable, **environment,
+        }  # fmt: skip
 
     def up_words(self) -> tuple[str, ...]:
         """Return the script's arguments for starting it."""

@@ -277,20 +277,13 @@ def test_any_flipped_bit_is_noticed(place: Place, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     "body",
     [
-        [b"x" * 31, b"", [], True],
-        [b"x" * 64, b"", [], True],
-        [b"x" * 32, b"y" * 15, [1], True],
-        [b"x" * 32, b"y" * 32, [1, 2], True],
-        [b"x" * 32, b"y" * 16, [], True],
-        [b"x" * 32, b"y" * 16, [1, 2], True],
-        [b"x" * 32, b"y" * 16, [-1], True],
-        [b"x" * 32, b"y" * 16, ["1"], True],
-        [b"x" * 32, b"y" * 16, [1], 1],
-        [b"x" * 32, b"y" * 16, [1]],
-        {"manifests": b""},
-        [[[[]]]],
+        [b"x" * 31, b"", [], True], [b"x" * 64, b"", [], True], [b"x" * 32, b"y" * 15, [1], True],
+        [b"x" * 32, b"y" * 32, [1, 2], True], [b"x" * 32, b"y" * 16, [], True],
+        [b"x" * 32, b"y" * 16, [1, 2], True], [b"x" * 32, b"y" * 16, [-1], True],
+        [b"x" * 32, b"y" * 16, ["1"], True], [b"x" * 32, b"y" * 16, [1], 1],
+        [b"x" * 32, b"y" * 16, [1]], {"manifests": b""}, [[[[]]]],
     ],
-)
+)  # fmt: skip
 def test_records_that_contradict_themselves_are_refused(body: object) -> None:
     """Lengths, types and doubled entries, whatever the digest says."""
     with pytest.raises(CorruptObjectError, match="somewhere"):

@@ -327,10 +327,6 @@ def test_forms_in_the_store() -> None:
     assert sparse[:2] == ["x", "ckptstore.sparse"]
     assert sparse[2][::2][0] == "d"
     assert dict(zip(sparse[2][1::2], sparse[2][2::2], strict=True)) == {
-        "dtype": ["dt", "float32"],
-        "shape": ["sz", 2, 2],
-        "stride": None,
-        "flags": 0,
-        "context": ["t", "coo", True],
-        "tensors": ["d", "indices", ["T", 0], "values", ["T", 1]],
-    }
+        "dtype": ["dt", "float32"], "shape": ["sz", 2, 2], "stride": None, "flags": 0,
+        "context": ["t", "coo", True], "tensors": ["d", "indices", ["T", 0], "values", ["T", 1]],
+    }  # fmt: skip

@@ -64,12 +64,9 @@ def test_views_share_their_base(shelf: Make, assert_same: Same) -> None:
     """Overlapping views of several dtypes and layouts are views of one stored tensor again."""
     flat = torch.randn(24)
     state = {
-        "head": flat[2:9],
-        "flat": flat,
-        "grid": flat.view(4, 6).t(),
-        "bits": flat.view(torch.int32)[5:],
-        "tail": flat[7:20:3],
-    }
+        "head": flat[2:9], "flat": flat, "grid": flat.view(4, 6).t(),
+        "bits": flat.view(torch.int32)[5:], "tail": flat[7:20:3],
+    }  # fmt: skip
     kept = shelf(state)
     back = kept.load()
     assert_same(state, back)
