@@ -84,15 +84,11 @@ def start_ranks(hosts: Hosts, world: int, port: int, job: str, *words: object) -
     """Let ranks begin, the first half of them on the first host."""
     return [
         hosts[rank * len(hosts) // world].send(
-            "rank",
-            rank=rank,
-            world=world,
-            meeting=f"tcp://{FIRST_HOST}:{port}",
-            job=job,
+            "rank", rank=rank, world=world, meeting=f"tcp://{FIRST_HOST}:{port}", job=job,
             words=list(words),
         )
         for rank in range(world)
-    ]
+    ]  # fmt: skip
 
 
 def results(calls: Sequence[Call]) -> list[Any]:

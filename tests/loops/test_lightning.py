@@ -50,16 +50,10 @@ class Package:
             options["plugins"] = [io]
             callbacks.append(self.ckpt.CkptStoreCallback(io))
         return self.pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=epochs,
-            callbacks=callbacks,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=self.root,
+            accelerator="cpu", devices=1, max_epochs=epochs, callbacks=callbacks, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=self.root,
             **options,
-        )
+        )  # fmt: skip
 
     def keep(self, **options: Any) -> Any:
         return self.callbacks.ModelCheckpoint(dirpath=self.root / "named", **options)

@@ -79,14 +79,9 @@ def _trainer(
         "learning_rate": 1e-2, "seed": 5, "logging_strategy": "steps", **options,
     }  # fmt: skip
     return Stored(
-        _model(),
-        TrainingArguments(**wanted),
-        train_dataset=_rows(),
-        eval_dataset=_rows(8),
-        run=run,
-        callbacks=[*callbacks],
-        **(extra or {}),
-    )
+        _model(), TrainingArguments(**wanted), train_dataset=_rows(), eval_dataset=_rows(8),
+        run=run, callbacks=[*callbacks], **(extra or {}),
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -54,13 +54,10 @@ def make(run: Run, folder: Path, watch: Own, preemption: Preemption | None = Non
     drawn = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 16, (8,), generator=drawn) for _ in range(24)]
     return Stored(
-        GPT2LMHeadModel(config),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[watch],
-        run=run,
-        preemption=preemption,
-    )
+        GPT2LMHeadModel(config), arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[watch],
+        run=run, preemption=preemption,
+    )  # fmt: skip
 
 
 def main(folder: Path) -> None:

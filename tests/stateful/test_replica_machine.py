@@ -185,10 +185,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 
 ReplicaMachine.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
+    max_examples=12, stateful_step_count=30, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 TestReplicas = ReplicaMachine.TestCase

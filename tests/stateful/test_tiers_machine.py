@@ -83,12 +83,9 @@ class TiersMachine(RuleBasedStateMachine):
     def _open(self) -> ckptstore.Store:
         self.opened += 1  # ids are never used again
         repo = create_on(
-            self.hot_backend,
-            environment=SimulatedEnvironment(self.opened),
-            prober=trusting,
-            chunk_bytes=1 << 16,
-            exist_ok=True,
-        )
+            self.hot_backend, environment=SimulatedEnvironment(self.opened), prober=trusting,
+            chunk_bytes=1 << 16, exist_ok=True,
+        )  # fmt: skip
         return ckptstore.Store(repo, replicas={"cold": self.cold})
 
     def _pick(self, draw: int) -> Version | None:
@@ -245,11 +242,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TiersMachine.TestCase.settings = settings(
-    max_examples=15,
-    stateful_step_count=30,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+    max_examples=15, stateful_step_count=30, deadline=None, phases=(Phase.explicit, Phase.generate),
+    derandomize=True, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 TestTiers = TiersMachine.TestCase

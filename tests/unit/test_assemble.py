@@ -243,12 +243,9 @@ def test_what_is_not_a_whole_state_is_refused(store: Store) -> None:
     for shards, why in cases:
         with pytest.raises(StateError, match=f"'w'.*{why}|{why}.*'w'"):
             commit_parts(
-                store.repo,
-                [part_of(store, *shards)],
-                {"w": ("w",)},
-                WriteRequest(run="parts", step=0),
-                roles={},
-            )
+                store.repo, [part_of(store, *shards)], {"w": ("w",)},
+                WriteRequest(run="parts", step=0), roles={},
+            )  # fmt: skip
     assert store.log() == []
 
 

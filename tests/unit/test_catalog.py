@@ -37,14 +37,9 @@ def save_op(version: str = A, run: str = "r", parent: str = "", **fields: Any) -
     """Return a save with the least that it needs."""
     pointer = ManifestPointer(key=manifest_key(version), stored_bytes=1, digest="1" * 64)
     return Save(
-        version=version,
-        run=run,
-        step=fields.pop("step", 0),
-        parent=parent,
-        manifest=pointer,
-        content="2" * 64,
-        **fields,
-    )
+        version=version, run=run, step=fields.pop("step", 0), parent=parent, manifest=pointer,
+        content="2" * 64, **fields,
+    )  # fmt: skip
 
 
 _NEW = manifest_key(B)
@@ -60,15 +55,9 @@ def move_op(based_on: str = "1" * 64, level: Part = "weights") -> Relocate:
 def commit_after(catalog: Catalog, *ops: Op) -> Commit:
     """Return a commit that follows `catalog` by number and digest."""
     body = CommitBody(
-        magic="ckptstore-commit",
-        format=1,
-        number=catalog.number + 1,
-        previous=catalog.digest,
-        write_id="c" * 32,
-        at_ms=1_700_000_000_000,
-        by="",
-        ops=ops,
-    )
+        magic="ckptstore-commit", format=1, number=catalog.number + 1, previous=catalog.digest,
+        write_id="c" * 32, at_ms=1_700_000_000_000, by="", ops=ops,
+    )  # fmt: skip
     return encode_commit(body)[1]
 
 
@@ -101,19 +90,13 @@ def test_a_save_shows_all_it_was_given(
     log = Log(memory, environment)
     log.append(
         lambda catalog: run_ops.save(
-            catalog,
-            run="gpt",
-            version=A,
-            step=1200,
+            catalog, run="gpt", version=A, step=1200,
             manifest=ManifestPointer(key=manifest_key(A), stored_bytes=77, digest="d" * 64),
-            content="e" * 64,
-            metrics={"loss": 2, "nan": math.nan},
-            tags=["b", "a", "b"],
+            content="e" * 64, metrics={"loss": 2, "nan": math.nan}, tags=["b", "a", "b"],
             metadata={"lr": 1e-4, "nested": {"x": [1, None, True]}},
-            roles={"weights": RoleBytes(logical=10, new=5, stored=4)},
-            receipt={"durable_s": 1.5},
+            roles={"weights": RoleBytes(logical=10, new=5, stored=4)}, receipt={"durable_s": 1.5},
         )
-    )
+    )  # fmt: skip
     version = Log(memory).refresh().version(A)
     assert (version.run, version.step, version.parent, version.commit) == ("gpt", 1200, "", 1)
     assert version.metrics["loss"] == 2.0
@@ -359,13 +342,10 @@ def test_moves_that_are_refused(
     """A pinned version loses no content, and no version moves to a condemned manifest or pack."""
     catalog = folded(CreateRun(run="r"), save_op(A), *before)
     move = Move(
-        version=A,
-        based_on="1" * 64,
-        level=level,
-        manifest=None if level == "record" else move_op().manifest,
-        content="2" * 64,
+        version=A, based_on="1" * 64, level=level,
+        manifest=None if level == "record" else move_op().manifest, content="2" * 64,
         relies_on=() if level == "record" else (_NEW, _PACK),
-    )
+    )  # fmt: skip
     if error is None:
         (op,) = content_ops.relocate(catalog, [move])
         assert extended(catalog, [commit_after(catalog, op)])[1] is None

@@ -15,13 +15,9 @@ from labkit import processor
 
 def _skipped(reason: str) -> pytest.TestReport:
     return pytest.TestReport(
-        nodeid="test_x.py::test_x",
-        location=("test_x.py", 1, "test_x"),
-        keywords={},
-        outcome="skipped",
-        longrepr=("test_x.py", 1, f"Skipped: {reason}"),
-        when="setup",
-    )
+        nodeid="test_x.py::test_x", location=("test_x.py", 1, "test_x"), keywords={},
+        outcome="skipped", longrepr=("test_x.py", 1, f"Skipped: {reason}"), when="setup",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

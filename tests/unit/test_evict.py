@@ -455,13 +455,9 @@ def test_two_stores_that_evict_to_each_other(stores: tuple[Store, Store]) -> Non
     def other_way(*, dry_run: bool = False) -> int:
         here, there = _anew(cold), _anew(hot)
         report = evict(
-            here.repo,
-            there.repo,
-            here.versions(),
-            missing=lambda _: set(),
-            pin=True,
+            here.repo, there.repo, here.versions(), missing=lambda _: set(), pin=True,
             dry_run=dry_run,
-        )
+        )  # fmt: skip
         return len(report.evicted)
 
     assert other_way(dry_run=True) == 3

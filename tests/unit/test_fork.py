@@ -312,23 +312,17 @@ def test_a_terabyte_is_forked_by_its_manifest_alone(memory: MemoryBackend) -> No
         packs=[f"{at:032x}" for at in range(count // 32 + 1)],
     )
     record = TensorRecord(
-        dtype="float32",
-        shape=(each << 10, 1024),
-        order=None,
-        role="weights",
+        dtype="float32", shape=(each << 10, 1024), order=None, role="weights",
         nbytes=each * (4 << 20),
-    )
+    )  # fmt: skip
     leaves: list[Any] = []
     for at in range(tensors):
         leaves += [f"layer{at}", ["T", at]]
     manifest = Manifest(
-        version=version,
-        chunk_bytes=4 << 20,
-        skeleton=skeleton.encode(["d", "model", ["d", *leaves]]),
-        tensors=(record,) * tensors,
-        first=tuple(range(0, count + 1, each)),
-        pieces=pieces,
-    )
+        version=version, chunk_bytes=4 << 20,
+        skeleton=skeleton.encode(["d", "model", ["d", *leaves]]), tensors=(record,) * tensors,
+        first=tuple(range(0, count + 1, each)), pieces=pieces,
+    )  # fmt: skip
     data = manifests.encode(manifest)
     store = _store(memory)
     memory.put(manifest_key(version), data)

@@ -212,13 +212,10 @@ def manifest_of(pieces: list[list[int]]) -> Manifest:
             TensorRecord(dtype="uint8", shape=(nbytes,), order=None, role="weights", nbytes=nbytes)
         )
     return Manifest(
-        version=ID,
-        chunk_bytes=limits.CHUNK_BYTES_MIN,
-        skeleton=b"\x91\xa1d",
-        tensors=tuple(records),
-        first=tuple(first),
+        version=ID, chunk_bytes=limits.CHUNK_BYTES_MIN, skeleton=b"\x91\xa1d",
+        tensors=tuple(records), first=tuple(first),
         pieces=table_of([length for lengths in pieces for length in lengths]),
-    )
+    )  # fmt: skip
 
 
 def encoded(body: dict[str, Any]) -> bytes:

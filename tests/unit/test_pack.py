@@ -175,23 +175,17 @@ def test_parsers_raise_errors_of_the_tree_only(data: bytes) -> None:
 
 
 @given(
-    total=st.integers(0, 1 << 50),
-    whole=st.integers(1, 4 * GIB),
-    threads=st.integers(1, 64),
-    memory=st.integers(0, 8 * GIB),
-    beside=st.integers(0, 64 * MIB),
-)
+    total=st.integers(0, 1 << 50), whole=st.integers(1, 4 * GIB), threads=st.integers(1, 64),
+    memory=st.integers(0, 8 * GIB), beside=st.integers(0, 64 * MIB),
+)  # fmt: skip
 def test_packs_in_memory_stay_between_their_bounds(
     *, total: int, whole: int, threads: int, memory: int, beside: int
 ) -> None:
     """Never above the backend's size or the memory, never tiny, sizes grow; one is always begun."""
     plan = plan_packs(
-        total,
-        _capabilities(pack_bytes=whole, part_bytes=whole),
-        threads=threads,
-        memory_bytes=memory,
-        beside_bytes=beside,
-    )
+        total, _capabilities(pack_bytes=whole, part_bytes=whole), threads=threads,
+        memory_bytes=memory, beside_bytes=beside,
+    )  # fmt: skip
     sizes = [plan.closed_at(turn) for turn in range(70)]
     assert sizes == sorted(sizes)
     assert sizes[-1] == plan.most_bytes <= whole
@@ -327,13 +321,9 @@ PACK = "ab" * 16
 def chunk(data: bytes) -> bytes:
     """Return a raw chunk: its header and its bytes."""
     header = ChunkHeader(
-        codec=0,
-        layout=0,
-        raw_bytes=len(data),
-        stored_bytes=len(data),
-        checksum=xxh3_64(data),
+        codec=0, layout=0, raw_bytes=len(data), stored_bytes=len(data), checksum=xxh3_64(data),
         chunk_id=blake3_digest(data),
-    )
+    )  # fmt: skip
     return header.to_bytes() + data
 
 
@@ -437,13 +427,9 @@ def test_a_pack_of_lies_ends_the_scan_early() -> None:
     """Headers that promise bytes which do not match are not read again without bound."""
     body = b"x" * 5000
     lie = ChunkHeader(
-        codec=0,
-        layout=0,
-        raw_bytes=5000,
-        stored_bytes=5000,
-        checksum=1,
+        codec=0, layout=0, raw_bytes=5000, stored_bytes=5000, checksum=1,
         chunk_id=blake3_digest(body),
-    ).to_bytes()
+    ).to_bytes()  # fmt: skip
     data = lie * 400 + body
     asked = 0
 

@@ -278,15 +278,9 @@ def test_what_is_stored_is_what_was_digested(size: int, codec: CodecChoice, in_p
     sources = [_Trained(size, in_place), _Trained(size, in_place)]
     backend = MemoryBackend(f"changing/{size}/{codec}/{in_place}")
     written = write_pieces(
-        sources,
-        backend=backend,
-        environment=SYSTEM,
-        options=Options(workers=1),
-        known=_Between(sources),
-        chunk_bytes=CHUNK_BYTES,
-        choice=codec,
-        progress=silent,
-    )
+        sources, backend=backend, environment=SYSTEM, options=Options(workers=1),
+        known=_Between(sources), chunk_bytes=CHUNK_BYTES, choice=codec, progress=silent,
+    )  # fmt: skip
     outs = [bytearray(int(raw)) for raw in written.table.raw]
     read_pieces(
         written.table,

@@ -53,15 +53,10 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
         check(pack, index, go_on)
 
     copy_chunks(
-        table,
-        [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
-        source=MemoryBackend(name),
-        target=target,
-        environment=SYSTEM,
-        options=Options(),
-        progress=silent,
-        after=after,
-    )
+        table, [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
+        source=MemoryBackend(name), target=target, environment=SYSTEM, options=Options(),
+        progress=silent, after=after,
+    )  # fmt: skip
     assert sum(map(len, rows.values())) >= 5
     return target, rows, check
 
@@ -164,15 +159,10 @@ def test_damage_in_the_target_is_not_told_as_damage_in_the_source() -> None:
     target = _Altering(MemoryBackend(f"{name}-target"))
     with pytest.raises(CorruptObjectError, match="does not hold what was written") as caught:
         copy_chunks(
-            table,
-            [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
-            source=MemoryBackend(name),
-            target=target,
-            environment=SYSTEM,
-            options=Options(workers=1),
-            progress=silent,
-            after=ReadBack(target, SYSTEM),
-        )
+            table, [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
+            source=MemoryBackend(name), target=target, environment=SYSTEM,
+            options=Options(workers=1), progress=silent, after=ReadBack(target, SYSTEM),
+        )  # fmt: skip
     assert not isinstance(caught.value, CorruptTensorError)
 
 

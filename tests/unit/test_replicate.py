@@ -58,12 +58,9 @@ def _history(store: ckptstore.Store) -> None:
     losses = {1: 3.0, 2: math.nan, 3: -math.inf, 4: 2.5}
     for step, loss in losses.items():
         run.save(
-            _state(step),
-            step=step,
-            metrics={"loss": loss, "acc": step / 10},
-            tags=["first"] if step == 1 else (),
-            metadata={"lr": 0.1 * step},
-        )
+            _state(step), step=step, metrics={"loss": loss, "acc": step / 10},
+            tags=["first"] if step == 1 else (), metadata={"lr": 0.1 * step},
+        )  # fmt: skip
     run.rollback("3")
     run.save(_state(5), step=5, metrics={"loss": 2.0})
     store.fork("gpt@3", "ft", roles=["weights"])

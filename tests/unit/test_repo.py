@@ -376,14 +376,9 @@ def test_a_damaged_log_can_be_read_up_to_the_damage(memory: MemoryBackend, savin
 
 # --- the superblock -----------------------------------------------------------------------------
 PLAIN = Superblock(
-    store_id="a" * 32,
-    chunk_bytes=limits.CHUNK_BYTES_DEFAULT,
-    created_at_ms=1,
-    by="ana",
-    backend="memory",
-    put_if_absent="atomic",
-    single_writer=False,
-)
+    store_id="a" * 32, chunk_bytes=limits.CHUNK_BYTES_DEFAULT, created_at_ms=1, by="ana",
+    backend="memory", put_if_absent="atomic", single_writer=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -73,18 +73,11 @@ class Story:
         self.environment.sleep(3600)
         self.log.append(
             lambda catalog: run_ops.save(
-                catalog,
-                run=run,
-                version=named,
-                step=step,
-                manifest=_pointer(named),
-                content="2" * 64,
-                directions=self._directions,
-                metrics={} if loss is None else {"loss": loss},
-                tags=tags,
-                roles=roles or BOTH,
+                catalog, run=run, version=named, step=step, manifest=_pointer(named),
+                content="2" * 64, directions=self._directions,
+                metrics={} if loss is None else {"loss": loss}, tags=tags, roles=roles or BOTH,
             )
-        )
+        )  # fmt: skip
         return named
 
     def rollback(self, version: str) -> None:
@@ -96,13 +89,10 @@ class Story:
         found = self.log.catalog.version(version)
         named = f"{next(self._ids):032x}"
         move = Move(
-            version=version,
-            based_on=found.manifest_digest,
-            level=level,
-            manifest=None if level == "record" else _pointer(named),
-            content="3" * 64,
+            version=version, based_on=found.manifest_digest, level=level,
+            manifest=None if level == "record" else _pointer(named), content="3" * 64,
             roles={} if level == "record" else {"weights": BOTH["weights"]},
-        )
+        )  # fmt: skip
         self.log.append(lambda now: content_ops.relocate(now, [move]))
 
     def plan(self, *, hours_later: float = 0, **rules: Any) -> RunPlan:  # noqa: ANN401

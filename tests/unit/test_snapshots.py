@@ -403,15 +403,9 @@ def test_a_large_store_opens_with_few_reads(
             fresh = msgspec.structs.replace(save, version=f"{step + 1:032x}", step=step)
             ops = (fresh,) if step else (CreateRun(run="gpt"), fresh)
             body = CommitBody(
-                magic="ckptstore-commit",
-                format=1,
-                number=number + 1,
-                previous=digest,
-                write_id="c" * 32,
-                at_ms=step,
-                by="",
-                ops=ops,
-            )
+                magic="ckptstore-commit", format=1, number=number + 1, previous=digest,
+                write_id="c" * 32, at_ms=step, by="", ops=ops,
+            )  # fmt: skip
             data, commit = encode_commit(body)
             store.put(commit.key, data)
             commits.append(commit)

@@ -206,12 +206,9 @@ def test_versions_that_are_deleted_or_only_a_record_have_nothing_to_check(
     log = store.repo.log
     log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
     move = content_ops.Move(
-        version=first.id,
-        based_on=first.manifest_digest,
-        level="record",
-        manifest=None,
+        version=first.id, based_on=first.manifest_digest, level="record", manifest=None,
         content=first.content,
-    )
+    )  # fmt: skip
     log.append(lambda now: content_ops.relocate(now, [move]))
     for version in (first, gone):
         (root / version.manifest_key).unlink()

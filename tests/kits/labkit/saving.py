@@ -65,18 +65,11 @@ def start_writers(
     """
     return [
         peer.send(
-            "save",
-            **place.words(),
-            run="shared" if writer % 2 else f"own-{writer}",
-            writer=writer,
-            first=0,
-            count=saves,
-            numbers=NUMBERS,
-            mark=list(mark),
-            without_fsync=without_fsync,
+            "save", **place.words(), run="shared" if writer % 2 else f"own-{writer}", writer=writer,
+            first=0, count=saves, numbers=NUMBERS, mark=list(mark), without_fsync=without_fsync,
         )
         for writer in writers
-    ]
+    ]  # fmt: skip
 
 
 def collect(calls: Sequence[Call], *, timeout_s: float = 180) -> Promises:

@@ -75,14 +75,9 @@ class LabSystem:
         with (self.folder.parent / f"{self.folder.name}.said").open("w+b") as said:
             try:
                 status = subprocess.run(
-                    self.command(*words),
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_s,
-                    check=False,
-                ).returncode
+                    self.command(*words), env=self._environment, stdin=subprocess.DEVNULL,
+                    stdout=said, stderr=subprocess.STDOUT, timeout=timeout_s, check=False,
+                ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 status = -1
             said.seek(0)
@@ -95,12 +90,9 @@ class LabSystem:
     def popen(self, *words: str) -> subprocess.Popen[bytes]:
         """Run the script with `words`, its standard input and output being pipes."""
         return subprocess.Popen(
-            self.command(*words),
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+            self.command(*words), env=self._environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Install missing parts and start; stops everything again if that fails."""

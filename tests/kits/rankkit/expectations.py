@@ -227,12 +227,9 @@ def options_of_state_dicts(me: Rank, run: Run) -> Problems:
             flatten_optimizer_state_dict=option.flatten_optimizer_state_dict, strict=strict
         )
         set_state_dict(
-            fresh,
-            other,
-            model_state_dict=into["model"],
-            optim_state_dict=into["optimizer"],
+            fresh, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"],
             options=how,
-        )
+        )  # fmt: skip
         for (name, found), meant in zip(fresh.named_parameters(), model.parameters(), strict=True):
             frozen = option.ignore_frozen_params and name == "two.bias"
             same = torch.equal(_local(found), _local(meant))

@@ -206,12 +206,9 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
 def _record(source: SourceTensor) -> TensorRecord:
     """Return a source as its own record."""
     return TensorRecord(
-        dtype=source.dtype,
-        shape=source.shape,
-        order=source.order,
-        role="weights",
+        dtype=source.dtype, shape=source.shape, order=source.order, role="weights",
         nbytes=source.nbytes,
-    )
+    )  # fmt: skip
 
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the kind that is refused
