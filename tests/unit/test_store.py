@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,6 @@ from damaging import flip_pack
 
 import ckptstore
 from ckptstore import errors
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    """Return a new local store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
-        yield opened
 
 
 def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
