@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -188,38 +187,41 @@ def test_rollback_of_the_log_is_not_noticed_by_those_who_know_nothing(
 
 
 # --- the clear objects --------------------------------------------------------------------------
-def change_superblock(place: Path, change: Callable[[dict[str, object]], None]) -> None:
-    """Replace ``store.json`` by one that says something else, with a digest that matches."""
+SUPERBLOCKS: dict[str, tuple[dict[str, object], type[errors.CkptStoreError], str]] = {
+    **{
+        f"segments of {size}": (
+            {"encryption.segment_bytes": size}, errors.CorruptObjectError, "segment_bytes",
+        )
+        for size in (1 << 62, 4 * limits.MIB + 1, 0, -1, 4095)
+    },
+    **{
+        f"another {field}": ({field: value}, errors.CorruptObjectError, "contradict")
+        for field, value in {
+            "encryption.segment_bytes": 8192, "encryption.check": "0" * 32, "store_id": "0" * 32,
+            "chunk_bytes": 65536,
+        }.items()
+    },
+    "no feature": ({"features": []}, errors.CorruptObjectError, "contradicts itself"),
+    "no parameters": ({"encryption": None}, errors.CorruptObjectError, "contradicts itself"),
+    "plain": (
+        {"features": [], "encryption": None}, errors.EncryptionKeyError,
+        "is not encrypted, but a key was given",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUPERBLOCKS)
+def test_what_the_superblock_says_is_bound_to_the_key(place: Path, key: bytes, name: str) -> None:
+    """Sizes beyond the limits, parameters of others, half a feature: nothing is read or written."""
+    changes, error, problem = SUPERBLOCKS[name]
     path = place / "store.json"
     body = json.loads(path.read_bytes())["body"]
-    change(body)
-    path.write_bytes(encode_envelope(json.dumps(body).encode()))
-
-
-@pytest.mark.parametrize("size", [1 << 62, 4 * limits.MIB + 1, 0, -1, 4095])
-def test_hostile_sizes_of_segments_are_refused(place: Path, key: bytes, size: int) -> None:
-    """No store makes its reader take memory for a segment beyond the limits."""
-    change_superblock(place, lambda body: body["encryption"].update(segment_bytes=size))  # type: ignore[attr-defined]
-    with pytest.raises(errors.CorruptObjectError, match="segment_bytes"):
-        ckptstore.open(place, encryption_key=key)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda body: body["encryption"].update(segment_bytes=8192),
-        lambda body: body["encryption"].update(check="0" * 32),
-        lambda body: body.update(store_id="0" * 32),
-        lambda body: body.update(chunk_bytes=65536),
-    ],
-    ids=["segment", "check", "store", "chunk"],
-)
-def test_what_the_superblock_says_is_bound_to_the_key(
-    place: Path, key: bytes, change: Callable[[dict[str, object]], None]
-) -> None:
-    """Parameters that the key's owner did not choose are noticed before anything is read."""
-    change_superblock(place, change)
-    with pytest.raises(errors.CorruptObjectError, match="contradict"):
+    for field, value in changes.items():
+        folder, _, leaf = field.rpartition(".")
+        (body[folder] if folder else body)[leaf] = value
+    kept = {name: value for name, value in body.items() if value is not None}
+    path.write_bytes(encode_envelope(json.dumps(kept).encode()))
+    with pytest.raises(error, match=problem):
         ckptstore.open(place, encryption_key=key)
 
 
@@ -242,33 +244,6 @@ def test_both_clear_objects_together_are_bound_to_the_key(
         encode_superblock(msgspec.structs.replace(said, **{field: new}))
     )
     with pytest.raises(errors.CorruptObjectError, match="was changed"):
-        ckptstore.open(place, encryption_key=key)
-
-
-def test_a_store_cannot_be_passed_off_as_a_plain_one(place: Path, key: bytes) -> None:
-    """Whoever gives a key is told that nothing is encrypted, and writes nothing."""
-
-    def plain(body: dict[str, object]) -> None:
-        body["features"] = []
-        del body["encryption"]
-
-    change_superblock(place, plain)
-    with pytest.raises(errors.EncryptionKeyError, match="is not encrypted, but a key was given"):
-        ckptstore.open(place, encryption_key=key)
-
-
-@pytest.mark.parametrize("part", ["features", "encryption"])
-def test_half_a_feature_is_refused(place: Path, key: bytes, part: str) -> None:
-    """The feature and its parameters come together."""
-
-    def without(body: dict[str, object]) -> None:
-        if part == "features":
-            body["features"] = []
-        else:
-            del body[part]
-
-    change_superblock(place, without)
-    with pytest.raises(errors.CorruptObjectError, match="contradicts itself"):
         ckptstore.open(place, encryption_key=key)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from faultkit.stores import trusting
 
 import ckptstore
 from ckptstore import errors, keyring, limits
@@ -30,20 +31,15 @@ from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend, When
 A, B, C = (UserKey(bytes([n]) * 31 + b"x") for n in (1, 2, 3))
 
 
-def atomic(_: Backend, __: Environment) -> Finding:
-    """Find that the storage is safe."""
-    return Finding(put_if_absent=PutIfAbsent.ATOMIC, report={})
-
-
 def create(backend: Backend, key: UserKey | None = A, *, exist_ok: bool = False) -> Repo:
     """Create a store without a probe."""
-    return create_on(backend, key=key, exist_ok=exist_ok, prober=atomic)
+    return create_on(backend, key=key, exist_ok=exist_ok, prober=trusting)
 
 
 def opens(backend: Backend, key: UserKey) -> bool:
     """Return whether a key opens the store."""
     try:
-        open_on(backend, key=key, prober=atomic)
+        open_on(backend, key=key, prober=trusting)
     except (errors.WrongKeyError, errors.CorruptObjectError):
         return False
     return True
@@ -57,14 +53,14 @@ class Killed(Exception):
 def test_creating_and_opening(memory: MemoryBackend) -> None:
     """A store opens with its key alone, and a plain one with none."""
     made = create(memory)
-    assert open_on(memory, key=A, prober=atomic).superblock == made.superblock
+    assert open_on(memory, key=A, prober=trusting).superblock == made.superblock
     with pytest.raises(errors.MissingKeyError, match="no key was given") as caught:
-        open_on(memory, prober=atomic)
+        open_on(memory, prober=trusting)
     for way in ("file:PATH", "env:NAME", "command:CMD", "--key", "CKPTSTORE_KEY"):
         assert way in caught.value.hint
     told = f"{memory.url} is encrypted with another key: it wants {A.id}, not {B.id}"
     with pytest.raises(errors.WrongKeyError, match=told):
-        open_on(memory, key=B, prober=atomic)
+        open_on(memory, key=B, prober=trusting)
     with pytest.raises(errors.StoreExistsError):
         create(memory)
     with pytest.raises(errors.WrongKeyError):
@@ -159,7 +155,7 @@ def test_a_plain_creator_between_the_two_objects(memory: MemoryBackend) -> None:
     with pytest.raises(errors.EncryptionKeyError, match="is not encrypted"):
         create(FaultyBackend(memory, race), exist_ok=True)
     assert set(memory.objects) == {STORE_KEY}
-    open_on(memory, prober=atomic)
+    open_on(memory, prober=trusting)
 
 
 # --- rotating -----------------------------------------------------------------------------------
@@ -172,7 +168,7 @@ def test_rotation(memory: MemoryBackend) -> None:
     assert (done.record, done.keys, done.dropped) == (2, (B.id,), (A.id,))
     assert done.deleted == (key_record_key(1),)
     assert not opens(memory, A)
-    again = open_on(memory, key=B, prober=atomic)
+    again = open_on(memory, key=B, prober=trusting)
     assert again.backend.get("packs/ab/x", bytes_max=9) == b"data"
     assert (memory.objects["packs/ab/x"], memory.objects[STORE_KEY]) == before
     repo.backend.put("packs/ab/y", b"by who had it open")
@@ -350,7 +346,6 @@ def test_a_single_writer_rotates_without_conditions(memory: MemoryBackend) -> No
     assert opens(memory, B)
 
 
-A, B, C = (UserKey(bytes([n]) * 31 + b"x") for n in (1, 2, 3))
 LAST = limits.COMMIT_NUMBER_MAX
 
 
@@ -358,7 +353,7 @@ LAST = limits.COMMIT_NUMBER_MAX
 def place(request: pytest.FixtureRequest) -> MemoryBackend:
     """Return the storage of a store that one key opens."""
     backend = MemoryBackend(f"planted/{request.node.nodeid}")
-    create_on(backend, key=A, prober=atomic)
+    create_on(backend, key=A, prober=trusting)
     return backend
 
 
@@ -395,7 +390,7 @@ def test_a_record_is_bound_to_its_number(place: MemoryBackend) -> None:
     for number in (3, LAST):
         place.put(key_record_key(number), _renumbered(old, number))
         with pytest.raises(errors.CorruptObjectError, match="its seal is not its") as caught:
-            open_on(place, key=A, prober=atomic)
+            open_on(place, key=A, prober=trusting)
         assert "ckptstore key mend" in str(caught.value.hint)
         place.delete(key_record_key(number))
     assert opens(place, B)
@@ -417,7 +412,7 @@ def test_everything_in_a_record_is_bound(place: MemoryBackend, change: str) -> N
     }
     place.put(key_record_key(1), _renumbered(_read(place, 1), 1, **changes[change]))
     with pytest.raises(errors.CorruptObjectError):
-        open_on(place, key=A, prober=atomic)
+        open_on(place, key=A, prober=trusting)
 
 
 def test_a_slot_with_another_store_s_key_opens_nothing(place: MemoryBackend) -> None:
@@ -461,7 +456,7 @@ def test_what_was_planted_is_named_and_can_go(place: MemoryBackend, number: int,
     """An error with the way out; after that the store opens as before, and rotates."""
     keyring.rotate(place, A, B, keep_old=True)
     other = MemoryBackend(f"other-{number}-{what}")
-    create_on(other, key=C, prober=atomic)
+    create_on(other, key=C, prober=trusting)
     planted = {
         "garbage": b"{}",
         "other key": _renumbered(_read(other, 1), number),
@@ -470,7 +465,7 @@ def test_what_was_planted_is_named_and_can_go(place: MemoryBackend, number: int,
     }
     place.put(key_record_key(number), planted[what])
     with pytest.raises(errors.CkptStoreError) as caught:
-        open_on(place, key=B, prober=atomic)
+        open_on(place, key=B, prober=trusting)
     assert "ckptstore key mend" in str(caught.value.hint)
     with pytest.raises(errors.CkptStoreError):
         keyring.rotate(place, B, C)
@@ -510,7 +505,7 @@ def test_a_rotation_that_was_killed_may_look_the_same(place: MemoryBackend) -> N
     place.put(key_record_key(1), old)
     assert opens(place, B)
     with pytest.raises(errors.WrongKeyError, match="wants") as caught:
-        open_on(place, key=A, prober=atomic)
+        open_on(place, key=A, prober=trusting)
     assert "unless somebody has just rotated" in str(caught.value.hint)
     assert mend_keys(place, B).deleted == (key_record_key(1),)
 
@@ -527,7 +522,7 @@ def test_a_key_that_opens_nothing_mends_nothing(place: MemoryBackend) -> None:
     plain = MemoryBackend("planted-plain")
     with pytest.raises(errors.StoreNotFoundError):
         mend_keys(plain, A)
-    create_on(plain, prober=atomic, exist_ok=True)
+    create_on(plain, prober=trusting, exist_ok=True)
     with pytest.raises(errors.EncryptionKeyError, match="is not encrypted"):
         mend_keys(plain, A)
 
@@ -548,7 +543,7 @@ def test_mending_that_dies_anywhere_is_done_by_the_next(when: When) -> None:
     while True:
         at += 1
         backend = MemoryBackend(f"planted-kills-{when}-{at}")
-        create_on(backend, key=A, prober=atomic)
+        create_on(backend, key=A, prober=trusting)
         data = _before_seals(backend)
         for number in (5, LAST):
             backend.put(key_record_key(number), _renumbered(data, number))
