@@ -17,18 +17,9 @@ _KITS = str(Path(__file__).parent / "kits")
 sys.path.insert(0, _KITS)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_KITS, os.environ.get("PYTHONPATH")]))
 pytest.register_assert_rewrite(
-    "catalogmodel",
-    "deltakit",
-    "faultkit",
-    "gckit",
-    "goldenkit",
-    "labkit",
-    "rankkit",
-    "recipekit",
-    "simclients",
-    "store_machine",
-    "ckptstore.testing.conformance",
-)
+    "catalogmodel", "deltakit", "faultkit", "gckit", "goldenkit", "labkit", "rankkit", "recipekit",
+    "simclients", "store_machine", "ckptstore.testing.conformance",
+)  # fmt: skip
 
 # What is tried does not change from run to run, and a slow machine fails nothing. To search on:
 # pytest --hypothesis-profile=search

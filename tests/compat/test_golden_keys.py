@@ -76,16 +76,11 @@ def _decrypted(folder: Path) -> None:
     told = record["encryption"]
     context = "\n".join(
         (
-            "ckptstore wrapped key v1",
-            record["store_id"],
-            str(record["chunk_bytes"]),
-            str(record["created_at_ms"]),
-            told["cipher"],
-            str(told["segment_bytes"]),
-            told["check"],
+            "ckptstore wrapped key v1", record["store_id"], str(record["chunk_bytes"]),
+            str(record["created_at_ms"]), told["cipher"], str(told["segment_bytes"]), told["check"],
             slot["key"],
         )
-    )
+    )  # fmt: skip
     wrapping = AESGCM(_hkdf(KEY, bytes.fromhex(slot["salt"]), b"ckptstore key wrap v1"))
     data_key = wrapping.decrypt(bytes(12), bytes.fromhex(slot["wrapped"]), context.encode())
     for name in FILES[GOLDEN.name]:

@@ -21,13 +21,8 @@ from ckptstore.hashing import blake3_hex
 
 AGED, BLOCKS, RECIPES = golden("v1-aged"), golden("v1-blocks"), golden("v1-recipes")
 LEVELS = {
-    0: "record",
-    1: "weights-int8",
-    2: "weights-int8",
-    3: "weights-bf16",
-    4: "weights",
-    5: "full",
-}
+    0: "record", 1: "weights-int8", 2: "weights-int8", 3: "weights-bf16", 4: "weights", 5: "full",
+}  # fmt: skip
 # The first three elements, and the sum of all, of bfloat16 weights and of float32 ones.
 LOW = {
     1: ([-2.34375, 4.03125, 3.71875], 5007.595458984375),
@@ -182,11 +177,8 @@ def test_whole_tensors_come_back() -> None:
     assert state["pair"][1].tolist() == [1.5, -2.0]
     assert part.tolist() == [row[3:7] for row in TILES[2:6]]
     assert [len(kinds[name].blocks or ()) for name in ("rows", "columns", "tiles", "deep")] == [
-        0,
-        2,
-        4,
-        2,
-    ]
+        0, 2, 4, 2,
+    ]  # fmt: skip
     assert (version.metrics, version.content[:8], sound) == ({"loss": 0.25}, "7fd99b8f", True)
 
 
@@ -265,11 +257,8 @@ def test_the_recipes_are_what_they_were() -> None:
     for leaf in content.leaves:
         recipe = content.manifest.tensors[leaf.index].recipe
         found[".".join(map(str, leaf.path))] = recipe and (
-            recipe.kind,
-            recipe.code,
-            recipe.block,
-            recipe.exact,
-        )
+            recipe.kind, recipe.code, recipe.block, recipe.exact,
+        )  # fmt: skip
 
     assert found == FOLLOW
     assert content.hidden == frozenset(range(13, 27))

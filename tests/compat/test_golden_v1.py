@@ -130,15 +130,9 @@ def test_the_catalog() -> None:
     assert second.roles["weights"].logical == 344_479
     assert second.roles["weights"].new == 200
     assert [[type(op).__name__ for op in commit.ops] for commit in log] == [
-        ["CreateRun", "Save"],
-        ["Annotate"],
-        ["Declare", "Save"],
-        ["Tag"],
-        ["Tag"],
-        ["Untag"],
-        ["CreateRun", "Save"],
-        ["CreateRun", "Save"],
-    ]
+        ["CreateRun", "Save"], ["Annotate"], ["Declare", "Save"], ["Tag"], ["Tag"], ["Untag"],
+        ["CreateRun", "Save"], ["CreateRun", "Save"],
+    ]  # fmt: skip
 
 
 def test_the_snapshots_hold_what_the_log_does() -> None:

@@ -10,19 +10,12 @@ import pytest
 from buckets import AzureBucket, GcsBucket, S3Bucket, without_thin_path
 from faultproxy import Fault, FaultProxy, Kind
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.bucket import ANSWERS
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SystemEnvironment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    TransientStorageError,
-)
 
 
 class Patient(SystemEnvironment):
@@ -71,11 +64,11 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     ("kind", "more", "told", "stored"),
     [
         # s3fs repeats a PUT once on a connection that it had kept open; others do not.
-        (Kind.LOST, {}, (AmbiguousWriteError, ObjectExistsError), True),
-        (Kind.LOST, {"times": 0}, AmbiguousWriteError, True),
-        (Kind.RESET, {"times": 0}, AmbiguousWriteError, False),
-        (Kind.STATUS_AFTER, {"status": 500, "code": ""}, AmbiguousWriteError, True),
-        (Kind.STATUS_AFTER, {"status": 503}, ObjectExistsError, True),
+        (Kind.LOST, {}, (errors.AmbiguousWriteError, errors.ObjectExistsError), True),
+        (Kind.LOST, {"times": 0}, errors.AmbiguousWriteError, True),
+        (Kind.RESET, {"times": 0}, errors.AmbiguousWriteError, False),
+        (Kind.STATUS_AFTER, {"status": 500, "code": ""}, errors.AmbiguousWriteError, True),
+        (Kind.STATUS_AFTER, {"status": 503}, errors.ObjectExistsError, True),
     ],
     ids=["lost", "all-lost", "never-received", "500-after", "503-after"],
 )
@@ -163,10 +156,10 @@ def test_a_refusal_that_is_cut_off_says_nothing(place: Place) -> None:
     """An answer is taken for "missing" or "forbidden" once it is there whole."""
     cut = [Fault(kind=Kind.CUT, method="GET") for _ in range(2)]
     place.proxy.set(cut[0])
-    with pytest.raises(TransientStorageError):
+    with pytest.raises(errors.TransientStorageError):
         place.backend.get("absent", bytes_max=100)
     place.proxy.set(cut[1])
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         place.retrying.get("absent", bytes_max=100)
     assert [one.hits for one in cut] == [1, 1]
     assert len(place.patient.slept) == 1
@@ -176,9 +169,9 @@ def test_server_that_is_gone(place: Place) -> None:
     """When nothing listens, even a create is known not to have happened."""
     place.backend.close()
     place.proxy.close()
-    with pytest.raises(TransientStorageError):
+    with pytest.raises(errors.TransientStorageError):
         place.backend.put_if_absent("a", b"x")
-    with pytest.raises(TransientStorageError):
+    with pytest.raises(errors.TransientStorageError):
         place.backend.get("warm", bytes_max=1)
     place.proxy.__init__(place.proxy.target_port)  # type: ignore[misc]
 
@@ -200,9 +193,9 @@ def test_missing_bucket_is_said(place: Place) -> None:
     scheme = place.bucket.url.partition("://")[0]
     backend = open_backend(f"{scheme}://no-such-bucket/x", retry=False, **place.bucket.options())
     for call in (lambda: backend.put("a", b"x"), lambda: list(backend.list(""))):
-        with pytest.raises(StorageError, match="bucket"):
+        with pytest.raises(errors.StorageError, match="bucket"):
             call()
-    with pytest.raises((StorageError, ObjectNotFoundError)):
+    with pytest.raises((errors.StorageError, errors.ObjectNotFoundError)):
         backend.get("a", bytes_max=1)
     backend.close()
 
@@ -215,7 +208,7 @@ def test_no_false_winner_in_a_race(place: Place, kind: Kind) -> None:
     def create(who: int, key: str) -> bool:
         try:
             place.retrying.put_if_absent(key, b"%d" % who)
-        except (ObjectExistsError, AmbiguousWriteError):
+        except (errors.ObjectExistsError, errors.AmbiguousWriteError):
             return False
         return True
 

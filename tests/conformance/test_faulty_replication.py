@@ -21,6 +21,7 @@ from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.errors import CkptStoreError
 from ckptstore.jobs import read_job, run_job
 from ckptstore.repo import create_on, open_on
+from ckptstore.store import Store
 
 STEPS = (1, 2, 3)
 RUNS_MAX = 5
@@ -31,10 +32,10 @@ def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture
-def source(request: pytest.FixtureRequest) -> ckptstore.Store:
+def source(request: pytest.FixtureRequest) -> Store:
     """Return a store in memory with a history."""
     backend = MemoryBackend(f"faulty-replication/{request.node.nodeid}")
-    store = ckptstore.Store(create_on(backend, chunk_bytes=1 << 16))
+    store = Store(create_on(backend, chunk_bytes=1 << 16))
     run = store.run("gpt", metrics={"loss": "min"})
     for step in STEPS:
         run.save(_state(step), step=step, metrics={"loss": 1 / step}, tags=[f"t{step}"])
@@ -51,7 +52,7 @@ def reaching(s3_bucket: S3Bucket, s3_proxy: FaultProxy) -> Iterator[Backend]:
     backend.close()
 
 
-def _assert_all_loads(store: ckptstore.Store) -> int:
+def _assert_all_loads(store: Store) -> int:
     """Load all that a store shows; return how many versions."""
     versions = [version for version in store.versions() if version.level != "record"]
     for version in versions:
@@ -60,9 +61,9 @@ def _assert_all_loads(store: ckptstore.Store) -> int:
     return len(versions)
 
 
-def _opened(bucket: S3Bucket) -> ckptstore.Store:
+def _opened(bucket: S3Bucket) -> Store:
     """Open the target past the proxy."""
-    return ckptstore.Store(open_on(open_backend(bucket.url, **bucket.options())))
+    return Store(open_on(open_backend(bucket.url, **bucket.options())))
 
 
 @contextlib.contextmanager
@@ -95,7 +96,7 @@ def _watched(bucket: S3Bucket) -> Iterator[None]:
 @pytest.mark.parametrize("every", [3, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("fault", OFTEN, ids=named)
 def test_every_few_requests(
-    source: ckptstore.Store,
+    source: Store,
     reaching: Backend,
     s3_bucket: S3Bucket,
     s3_proxy: FaultProxy,
@@ -103,7 +104,7 @@ def test_every_few_requests(
     every: int,
 ) -> None:
     """A third of all requests, or a fifth, hit from first to last: retries overcome it all."""
-    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
+    target = Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
     often = hitting(fault, every=every)
     s3_proxy.set(often)
     with _watched(s3_bucket):
@@ -121,14 +122,10 @@ def test_every_few_requests(
     "every", [7, pytest.param(3, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.soak)]
 )
 def test_requests_that_take_two_seconds(
-    source: ckptstore.Store,
-    reaching: Backend,
-    s3_bucket: S3Bucket,
-    s3_proxy: FaultProxy,
-    every: int,
+    source: Store, reaching: Backend, s3_bucket: S3Bucket, s3_proxy: FaultProxy, every: int
 ) -> None:
     """Latency is no fault: nothing is sent twice, and nothing fails."""
-    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
+    target = Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
     late = hitting(SLOW, every=every)
     uploads = Fault(kind=SLOW.kind, method="PUT", path="/packs/", skip=1 << 60)
     s3_proxy.set(late)
@@ -185,13 +182,13 @@ def test_a_job_behind_a_bad_network(
 @pytest.mark.short("status_after-500")
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_a_repetition_finishes(
-    source: ckptstore.Store, reaching: Backend, s3_proxy: FaultProxy, fault: Fault
+    source: Store, reaching: Backend, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
     """Whatever befalls requests in a row: what shows loads, the source is as it was, a run ends it.
 
     Single faults are overcome by retries; as many as here are often not.
     """
-    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
+    target = Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
     before = {v.id: v.content for v in source.versions()}
     for skip in (0, 1, 3, 5, 8, 13, 21):
         s3_proxy.set(hitting(fault, skip=skip, times=9))

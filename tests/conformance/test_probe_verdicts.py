@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, Buffer, PutIfAbsent
 from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.memory import MemoryBackend
@@ -26,14 +26,6 @@ from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.cli.doctor_cmd import advice
 from ckptstore.config import Options
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    FormatError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-)
 from ckptstore.events import Progress
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import CALLS, FaultyBackend, When
@@ -114,7 +106,7 @@ class Broken(WrapperBackend):
         if not prefix.startswith("probe/"):
             return self.inner.list(prefix, after=after)
         msg = "list: AccessDenied"
-        raise StoragePermissionError(msg, hint="ask for s3:ListBucket")
+        raise errors.StoragePermissionError(msg, hint="ask for s3:ListBucket")
 
     def read_into(self, key: str, offset: int, parts: Sequence[memoryview]) -> None:
         """Read from the beginning."""
@@ -131,7 +123,7 @@ def test_every_check_runs_whatever_failed_before() -> None:
     assert "AccessDenied" in failed["list after write"]
     assert report.put_if_absent is PutIfAbsent.UNKNOWN
     assert memory.objects == {}
-    with pytest.raises(StorageError, match="not even for a single writer: ranged read"):
+    with pytest.raises(errors.StorageError, match="not even for a single writer: ranged read"):
         create_on(Broken(memory), options=Options(single_writer=True))
 
 
@@ -194,7 +186,7 @@ def test_a_probe_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(limits, "PROBE_SILENCE_S", 0.5)
     backend = Hanging(MemoryBackend("probe-hanging"))
     try:
-        with pytest.raises(TransientStorageError, match=r"no answer .* 'ranged read'"):
+        with pytest.raises(errors.TransientStorageError, match=r"no answer .* 'ranged read'"):
             probe(backend)
     finally:
         backend.let_go.set()
@@ -253,7 +245,7 @@ def test_a_listing_out_of_order_is_found_out(order: str) -> None:
     backend = Unsorted(MemoryBackend(f"probe-unsorted-{order}"), ORDERS[order])
     assert names(probe(backend))["list after write"] is False
     for single in (False, True):
-        with pytest.raises(CkptStoreError, match=r"list after write .*in order"):
+        with pytest.raises(errors.CkptStoreError, match=r"list after write .*in order"):
             create_on(backend, options=Options(single_writer=single))
 
 
@@ -271,7 +263,7 @@ def test_an_s3_server_that_lists_out_of_order_is_found_out(
     turned = lambda *given: (ORDERS[order](page(*given)[0]), "")  # noqa: E731
     monkeypatch.setattr(S3Backend, "_page", turned)
     assert names(probe(open_backend(s3_bucket.url, **options)))["list after write"] is False
-    with pytest.raises(StorageError, match="does not list in order -- docs"):
+    with pytest.raises(errors.StorageError, match="does not list in order -- docs"):
         ckptstore.open(s3_bucket.url, **options).versions("r")
 
 
@@ -322,7 +314,7 @@ def test_unclear_answers_are_no_verdict(at: int, times: int, when: When, failed:
         at=at,
         times=times,
         when=when,
-        error=lambda: AmbiguousWriteError("lost"),
+        error=lambda: errors.AmbiguousWriteError("lost"),
     )
     report = probe(FaultyBackend(MemoryBackend(f"unclear/{at}/{times}/{when}"), fault))
     assert {name for name, passed in names(report).items() if not passed} == failed
@@ -339,7 +331,7 @@ def test_every_failing_call(when: When) -> None:
         backend = FaultyBackend(MemoryBackend(f"probe-{when}-{at}"), BackendFault(at=at, when=when))
         try:
             told += not all(names(probe(backend)).values())
-        except CkptStoreError:
+        except errors.CkptStoreError:
             told += 1
     assert told > 3
     assert CALLS
@@ -355,7 +347,7 @@ def test_a_probe_is_a_hundred_requests() -> None:
 def test_storage_that_refuses_everything() -> None:
     """No permission, no bucket: the probe raises that, and gives no report."""
     backend: Backend = FaultyBackend(MemoryBackend("probe-dead"), BackendFault(times=0))
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         probe(backend)
 
 
@@ -364,7 +356,7 @@ def test_report_survives_json() -> None:
     report = probe(MemoryBackend("probe-json"))
     assert ProbeReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     for bad in ({}, {"backend": "x"}, report.to_dict() | {"put_if_absent": "perhaps"}):
-        with pytest.raises(FormatError):
+        with pytest.raises(errors.FormatError):
             ProbeReport.from_dict(bad)
 
 

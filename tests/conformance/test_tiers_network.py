@@ -20,6 +20,7 @@ from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import NotReplicatedError, VersionNotFoundError
 from ckptstore.repo import create_on
+from ckptstore.store import Store
 
 _PATIENCE_S = 240.0
 _ATTEMPTS_MAX = 20
@@ -32,14 +33,14 @@ def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.fixture
 def hot(
     s3_bucket: S3Bucket, s3_proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[ckptstore.Store]:
+) -> Iterator[Store]:
     """Return a local store whose replica ``cold`` is a bucket behind the proxy."""
     monkeypatch.setattr(limits, "WRITE_BACK_PAUSE_S", 0.01)
     monkeypatch.setattr(limits, "WRITE_BACK_PAUSE_MAX_S", 0.05)
     options = s3_bucket.options(f"http://127.0.0.1:{s3_proxy.port}")
     bare = open_backend(s3_bucket.url, retry=False, client="direct", **options)
     backend = RetryingBackend(bare, environment=Hasty())
-    cold = ckptstore.Store(create_on(backend, environment=Hasty(), chunk_bytes=1 << 16))
+    cold = Store(create_on(backend, environment=Hasty(), chunk_bytes=1 << 16))
     store = ckptstore.open(
         tmp_path / "hot", create=True, chunk_bytes=1 << 16, replicas={"cold": cold}
     )
@@ -51,12 +52,12 @@ def hot(
     cold.close()
 
 
-def _assert_loads(store: ckptstore.Store, step: int) -> None:
+def _assert_loads(store: Store, step: int) -> None:
     found, wanted = store.load(f"gpt@{step}")["model"], _state(step)["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def _wait(store: ckptstore.Store, step: int) -> None:
+def _wait(store: Store, step: int) -> None:
     """Wait until a version is in the replica, however many attempts that takes."""
     for _ in range(_ATTEMPTS_MAX):
         with contextlib.suppress(NotReplicatedError):
@@ -67,9 +68,7 @@ def _wait(store: ckptstore.Store, step: int) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_saves_do_not_wait_for_a_replica_that_is_slow(
-    hot: ckptstore.Store, s3_proxy: FaultProxy
-) -> None:
+def test_saves_do_not_wait_for_a_replica_that_is_slow(hot: Store, s3_proxy: FaultProxy) -> None:
     """With 2 s before each request, saves are durable while the first upload is under way."""
     events: list[tuple[str, int]] = []
     hot.observe(lambda event: events.append((event.kind, event.step)))
@@ -91,9 +90,7 @@ def test_saves_do_not_wait_for_a_replica_that_is_slow(
 @pytest.mark.short("lost-503")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", OFTEN, ids=named)
-def test_a_faulty_network_is_overcome(
-    hot: ckptstore.Store, s3_proxy: FaultProxy, fault: Fault
-) -> None:
+def test_a_faulty_network_is_overcome(hot: Store, s3_proxy: FaultProxy, fault: Fault) -> None:
     """A third of the requests hit: write-back and loads come through."""
     run = hot.run("gpt", write_back="cold")
     often = hitting(fault, every=3)
@@ -114,7 +111,7 @@ def test_a_faulty_network_is_overcome(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_whatever_befalls_it_write_back_goes_on(
-    hot: ckptstore.Store, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
+    hot: Store, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
     """As many faults in a row as retries do not overcome: what shows loads, and all comes.
 
@@ -143,7 +140,7 @@ def test_whatever_befalls_it_write_back_goes_on(
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_a_replica_that_is_gone(hot: ckptstore.Store, s3_proxy: FaultProxy) -> None:
+def test_a_replica_that_is_gone(hot: Store, s3_proxy: FaultProxy) -> None:
     """Saves go on, waiting is loud, loads of what is here work, others say both reasons."""
     run = hot.run("gpt", write_back="cold")
     hot.wait_replicated(run.save(_state(1), step=1), _PATIENCE_S)
@@ -164,7 +161,7 @@ def test_a_replica_that_is_gone(hot: ckptstore.Store, s3_proxy: FaultProxy) -> N
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_threads_load_from_a_bucket_at_once(hot: ckptstore.Store) -> None:
+def test_threads_load_from_a_bucket_at_once(hot: Store) -> None:
     """Many threads, whole versions and slices, of what only the bucket has."""
     run = hot.run("gpt")
     for step in range(4):

@@ -78,11 +78,9 @@ class Blob:
         self.state: dict[str, Any] = {"blob": value, "deep": {"n": [1, 2]}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
         self.state = dict(state)
 
 
@@ -317,7 +315,6 @@ class OnlyBytes(DefaultSavePlanner):
     lookup_object = None  # type: ignore[assignment]
 
     def resolve_data(self, write_item: WriteItem) -> Any:  # noqa: ANN401
-        """Return tensors, and pickles of everything else."""
         value = self.state_dict[write_item.index.fqn]
         if isinstance(value, torch.Tensor):
             return value

@@ -116,16 +116,9 @@ def test_plain_states_metrics_and_roles(folder: Path, store: Store) -> None:
     """Nested dicts and lists, values, a key above all of it; and what the catalog is to say."""
     with store:
         first = import_file(
-            store,
-            folder,
-            run="old",
-            step=1,
-            metrics={"loss": 0.5},
-            directions={"loss": "min"},
-            tags=["good"],
-            metadata={"note": "x"},
-            roles={"*.half": "extra"},
-        )
+            store, folder, run="old", step=1, metrics={"loss": 0.5}, directions={"loss": "min"},
+            tags=["good"], metadata={"note": "x"}, roles={"*.half": "extra"},
+        )  # fmt: skip
         second = import_file(store, folder, run="old", step=2, under="all")
         found = store.load("old@best:loss")
         nested = store.load("old@2")
@@ -172,15 +165,10 @@ def mark(text: str) -> str:
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (os.system, ("true",)),
-        (mark, ("called",)),
-        (eval, ("1",)),
-        (getattr, ("text", "upper")),
-        (torch.load, ("x",)),
-        (OrderedDict, ()),
-        (torch.hub.load, ("a/b", "c")),
+        (os.system, ("true",)), (mark, ("called",)), (eval, ("1",)), (getattr, ("text", "upper")),
+        (torch.load, ("x",)), (OrderedDict, ()), (torch.hub.load, ("a/b", "c")),
     ],
-)
+)  # fmt: skip
 def test_a_pickle_that_calls_is_refused(
     function: Callable[..., object], arguments: tuple[object, ...]
 ) -> None:

@@ -73,7 +73,6 @@ class Trainer:
         return {"step": torch.tensor(self.step), "losses": data}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
         self.step = int(state["step"])
         state["losses"].seek(0)
         self.losses = torch.load(state["losses"], weights_only=True)
@@ -225,7 +224,6 @@ def test_distributed_tensors_over_subclasses(run: Run, alone: None) -> None:
         """Says that there is more of each tensor on another rank."""
 
         def create_local_plan(self) -> SavePlan:
-            """Double the sizes of the whole."""
             plan = super().create_local_plan()
             data = cast("Any", plan.items[0].tensor_data)
             item = replace(plan.items[0], tensor_data=replace(data, size=torch.Size([8])))
@@ -238,14 +236,11 @@ def test_distributed_tensors_over_subclasses(run: Run, alone: None) -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        3,
-        ["t", 1],
-        ["d", ["t", 1], 2],
-        ["d", "dtype", ["dt", "int8"]],
+        3, ["t", 1], ["d", ["t", 1], 2], ["d", "dtype", ["dt", "int8"]],
         ["d", "dtype", 1, "shape", 2],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_hostile_states_of_tensors(state: Any) -> None:  # noqa: ANN401
     """A tensor in parts of which a store does not say what it is: told, with the path."""
     adapted = Adapted((), lambda node: torch.ones(1))

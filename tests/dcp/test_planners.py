@@ -36,7 +36,6 @@ class Adds(DefaultSavePlanner):
     """Changes numbers on the way to the storage."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: ANN401
-        """Add 1000 to ints."""
         changed = object + 1000 if isinstance(object, int) else object
         return super().transform_object(write_item, changed)
 
@@ -45,7 +44,6 @@ class Looks(DefaultSavePlanner):
     """Finds other objects than the state's."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401
-        """Return a word for every int."""
         found = super().lookup_object(index)
         return "found" if isinstance(found, int) else found
 
@@ -66,7 +64,6 @@ class Raw(DefaultSavePlanner):
     """Takes streams in the state for the bytes to write, as planners of Megatron-LM do."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: ANN401
-        """Return the object."""
         return object
 
 
@@ -108,7 +105,6 @@ def test_bytes_that_are_no_pickle_are_refused_by_name(run: Run) -> None:
 
 
 # --- containers that are not flattened --------------------------------------------------------
-
 NESTED = {"a": torch.arange(3.0), "b": {"c": torch.ones(3), "n": [1, {"x": torch.ones(2)}]}}
 
 
@@ -181,8 +177,6 @@ def test_keys_that_are_no_text_are_refused_where_nothing_flattens(run: Run) -> N
 
 
 # --- metadata ---------------------------------------------------------------------------------
-
-
 class Extra(DefaultSavePlanner):
     """Puts data of its own into the metadata."""
 
@@ -191,7 +185,6 @@ class Extra(DefaultSavePlanner):
         self.extra, self.merge, self.attribute = data, merge, attribute
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Add it."""
         plans, metadata = super().create_global_plan(all_plans)
         data = {**metadata.planner_data, **self.extra} if self.merge else self.extra
         metadata = dataclasses.replace(metadata, planner_data=data)
@@ -242,8 +235,6 @@ def test_the_version_of_the_metadata_is_torchs(run: Run) -> None:
 
 
 # --- depth ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("leaf", [torch.ones(2), [[1]]], ids=["tensor", "value"])
 def test_nesting_beyond_the_limit_is_told_before_anything_is_written(
     run: Run,

@@ -75,16 +75,9 @@ def test_slabs_are_plain_tensors_and_tiles_are_blocks(saved: str) -> None:
     blocked = {str(name) for name, record in records.items() if record.blocks is not None}
 
     assert blocked == {
-        "columns",
-        "tiles",
-        "tiles_turned",
-        "hybrid_columns",
-        "half",
-        "complex_columns",
-        "float8",
-        "deep",
-        "large_columns",
-    }
+        "columns", "tiles", "tiles_turned", "hybrid_columns", "half", "complex_columns", "float8",
+        "deep", "large_columns",
+    }  # fmt: skip
     tiles = records["tiles"].blocks
     assert tiles is not None
     assert [block.sizes for block in tiles] == [(11, 11), (11, 11), (10, 11), (10, 11)]

@@ -113,12 +113,9 @@ _CASES = [
 
 
 _OWN = {
-    "ctrl-c": "KeyboardInterrupt",
-    "callback": "ValueError",
-    "plan": "MemoryError",
-    "odd": "OddError",
-    "mute": "MuteError",
-}
+    "ctrl-c": "KeyboardInterrupt", "callback": "ValueError", "plan": "MemoryError",
+    "odd": "OddError", "mute": "MuteError",
+}  # fmt: skip
 """Errors that the rank raises itself, where it is not that of the others."""
 
 

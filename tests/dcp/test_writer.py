@@ -35,7 +35,6 @@ class Watched(WrapperBackend):
         self.read: list[str] = []
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Note, and pass on."""
         self.read.append(key)
         return self.inner.get(key, bytes_max=bytes_max)
 

@@ -25,13 +25,9 @@ FLOATS: dict[Layout, Any] = {
     Layout.FLOAT64: np.float64,
 }
 FORMS = [
-    PLAIN,
-    DeltaForm(turn=3),
-    DeltaForm(grouped=True),
-    DeltaForm(grouped=True, turn=TURN_MAX),
-    DeltaForm(halves=True),
-    DeltaForm(grouped=True, turn=1, halves=True),
-]
+    PLAIN, DeltaForm(turn=3), DeltaForm(grouped=True), DeltaForm(grouped=True, turn=TURN_MAX),
+    DeltaForm(halves=True), DeltaForm(grouped=True, turn=1, halves=True),
+]  # fmt: skip
 
 
 def fits(form: DeltaForm, layout: Layout) -> bool:
@@ -123,8 +119,6 @@ def test_it_is_applied_where_the_base_lies(form: DeltaForm) -> None:
 
 
 # --- another implementation, element by element, after docs/reference/format-v1.md ----------------
-
-
 def slowly(data: bytes, base: bytes, layout: Layout) -> bytes:
     """Return what an arranged delta stands for."""
     item = ITEM_BYTES[layout]
@@ -193,8 +187,6 @@ def test_a_slow_decoder_after_the_page_agrees(form: DeltaForm, layout: Layout) -
 
 
 # --- what it takes --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", FLOATS)
 def test_neighbouring_floats_are_one_apart_whatever_their_signs(layout: Layout) -> None:
     """From -0 to +0, over powers of two, into infinity: all but the lowest plane is zeros."""
@@ -292,8 +284,6 @@ def test_any_piece_has_a_form(layout: Layout) -> None:
 
 
 # --- what does not belong there -------------------------------------------------------------------
-
-
 @given(
     data=st.binary(max_size=200),
     length=st.integers(0, 64),

@@ -177,8 +177,6 @@ def test_tensors_that_others_follow_from_are_deltas(store: Store) -> None:
 
 
 # --- what it costs --------------------------------------------------------------------------------
-
-
 def reads(backend: MeteredBackend) -> Meter:
     """Return what was read of packs up to now."""
     return backend.snapshot().get("read_into", Meter())
@@ -277,8 +275,6 @@ def test_a_keyframe_that_is_left_behind_is_no_reason_to_stop(store: Store) -> No
 
 
 # --- bases that cannot be had ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["gone", "damaged", "cut", "failing"])
 def test_a_save_does_without_a_base(
     backends: Backends, how: str, caplog: pytest.LogCaptureFixture

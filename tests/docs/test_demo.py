@@ -20,14 +20,9 @@ SMALL = ["--steps", "10", "--width", "32", "--batch", "2"]
 
 def _run(store: str, folder: Path, **environment: str) -> str:
     done = subprocess.run(
-        [*DEMO, store, *SMALL],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [*DEMO, store, *SMALL], cwd=folder, env={**os.environ, **environment}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,13 +43,10 @@ def test_demo_on_a_bucket(s3_bucket: S3Bucket, tmp_path: Path) -> None:
     options = s3_bucket.options()
 
     told = _run(
-        s3_bucket.url,
-        tmp_path,
-        AWS_ENDPOINT_URL=s3_bucket.endpoint_url,
-        AWS_ACCESS_KEY_ID=str(options["key"]),
-        AWS_SECRET_ACCESS_KEY=str(options["secret"]),
+        s3_bucket.url, tmp_path, AWS_ENDPOINT_URL=s3_bucket.endpoint_url,
+        AWS_ACCESS_KEY_ID=str(options["key"]), AWS_SECRET_ACCESS_KEY=str(options["secret"]),
         AWS_DEFAULT_REGION="us-east-1",
-    )
+    )  # fmt: skip
 
     assert "Everything that was claimed held" in told
 

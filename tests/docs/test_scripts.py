@@ -20,14 +20,9 @@ def test_the_loop_that_saves_in_the_background(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(page.blocks[0].text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+        [sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[100, 200, 300]\n"

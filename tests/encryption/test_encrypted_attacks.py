@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,18 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import DataKey
 from ckptstore.cli.main import run as run_program
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    EncryptionKeyError,
-    IntegrityError,
-    WrongKeyError,
-)
 from ckptstore.format.encryption import decode_key_record, encode_key_record
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES
@@ -53,9 +45,9 @@ _NUMBERS = itertools.count()
 def refused(memory: MemoryBackend, key: str = NAME, size: int = 3 * SEGMENT + 100) -> None:
     """Check that neither the object nor its range comes back: an error of integrity does."""
     backend = EncryptedBackend(memory, DataKey(b"k" * 31 + b"1"), segment_bytes=SEGMENT)
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         backend.get(key, bytes_max=10 * size)
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         backend.read_into(key, 0, [memoryview(bytearray(size))])
 
 
@@ -92,10 +84,10 @@ def test_what_is_appended_is_noticed() -> None:
     for more in (b"\0", bytes(STEP), raw[HEADER_BYTES : HEADER_BYTES + STEP], raw[-STEP:], raw):
         memory.put(NAME, raw + more)
         backend = EncryptedBackend(memory, DataKey(b"k" * 31 + b"1"), segment_bytes=SEGMENT)
-        with pytest.raises(CorruptObjectError):
+        with pytest.raises(errors.CorruptObjectError):
             backend.get(NAME, bytes_max=10**6)
         size = backend.stat(NAME).size_bytes  # the end of what is listed now
-        with pytest.raises(CorruptObjectError):
+        with pytest.raises(errors.CorruptObjectError):
             backend.read_into(NAME, 0, [memoryview(bytearray(size))])
 
 
@@ -119,7 +111,7 @@ def test_an_object_cannot_change_its_name() -> None:
     other = EncryptedBackend(
         memory, DataKey(b"another key " * 2 + b"12345678"), segment_bytes=SEGMENT
     )
-    with pytest.raises(CorruptObjectError, match="does not decrypt"):
+    with pytest.raises(errors.CorruptObjectError, match="does not decrypt"):
         other.get(NAME, bytes_max=10**6)
 
 
@@ -131,8 +123,6 @@ def test_a_plain_object_is_not_taken() -> None:
 
 
 # --- a whole store ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def place(tmp_path: Path, key: bytes) -> Path:
     """Return an encrypted store with three versions, closed."""
@@ -148,7 +138,7 @@ def test_an_old_commit_under_another_number_is_noticed(place: Path, key: bytes) 
     shutil.copy(folder / "000000000001.json", folder / "000000000003.json")
     with ckptstore.open(place, encryption_key=key) as store:
         runs = store.runs()
-        with pytest.raises(CorruptObjectError, match=r"000000000003\.json does not decrypt"):
+        with pytest.raises(errors.CorruptObjectError, match=r"000000000003\.json does not decrypt"):
             store.run(runs[0].name).save({"a": 1}, step=99)
 
 
@@ -158,7 +148,7 @@ def test_packs_cannot_be_exchanged(place: Path, key: bytes) -> None:
     shutil.copy(one, two)
     with ckptstore.open(place, encryption_key=key) as store:
         (damaged,) = store.verify().damaged_versions
-        with pytest.raises(IntegrityError, match="does not decrypt"):
+        with pytest.raises(errors.IntegrityError, match="does not decrypt"):
             store.load(f"#{damaged}")
 
 
@@ -197,40 +187,41 @@ def test_rollback_of_the_log_is_not_noticed_by_those_who_know_nothing(
 
 
 # --- the clear objects --------------------------------------------------------------------------
+SUPERBLOCKS: dict[str, tuple[dict[str, object], type[errors.CkptStoreError], str]] = {
+    **{
+        f"segments of {size}": (
+            {"encryption.segment_bytes": size}, errors.CorruptObjectError, "segment_bytes",
+        )
+        for size in (1 << 62, 4 * limits.MIB + 1, 0, -1, 4095)
+    },
+    **{
+        f"another {field}": ({field: value}, errors.CorruptObjectError, "contradict")
+        for field, value in {
+            "encryption.segment_bytes": 8192, "encryption.check": "0" * 32, "store_id": "0" * 32,
+            "chunk_bytes": 65536,
+        }.items()
+    },
+    "no feature": ({"features": []}, errors.CorruptObjectError, "contradicts itself"),
+    "no parameters": ({"encryption": None}, errors.CorruptObjectError, "contradicts itself"),
+    "plain": (
+        {"features": [], "encryption": None}, errors.EncryptionKeyError,
+        "is not encrypted, but a key was given",
+    ),
+}  # fmt: skip
 
 
-def change_superblock(place: Path, change: Callable[[dict[str, object]], None]) -> None:
-    """Replace ``store.json`` by one that says something else, with a digest that matches."""
+@pytest.mark.parametrize("name", SUPERBLOCKS)
+def test_what_the_superblock_says_is_bound_to_the_key(place: Path, key: bytes, name: str) -> None:
+    """Sizes beyond the limits, parameters of others, half a feature: nothing is read or written."""
+    changes, error, problem = SUPERBLOCKS[name]
     path = place / "store.json"
     body = json.loads(path.read_bytes())["body"]
-    change(body)
-    path.write_bytes(encode_envelope(json.dumps(body).encode()))
-
-
-@pytest.mark.parametrize("size", [1 << 62, 4 * limits.MIB + 1, 0, -1, 4095])
-def test_hostile_sizes_of_segments_are_refused(place: Path, key: bytes, size: int) -> None:
-    """No store makes its reader take memory for a segment beyond the limits."""
-    change_superblock(place, lambda body: body["encryption"].update(segment_bytes=size))  # type: ignore[attr-defined]
-    with pytest.raises(CorruptObjectError, match="segment_bytes"):
-        ckptstore.open(place, encryption_key=key)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda body: body["encryption"].update(segment_bytes=8192),
-        lambda body: body["encryption"].update(check="0" * 32),
-        lambda body: body.update(store_id="0" * 32),
-        lambda body: body.update(chunk_bytes=65536),
-    ],
-    ids=["segment", "check", "store", "chunk"],
-)
-def test_what_the_superblock_says_is_bound_to_the_key(
-    place: Path, key: bytes, change: Callable[[dict[str, object]], None]
-) -> None:
-    """Parameters that the key's owner did not choose are noticed before anything is read."""
-    change_superblock(place, change)
-    with pytest.raises(CorruptObjectError, match="contradict"):
+    for field, value in changes.items():
+        folder, _, leaf = field.rpartition(".")
+        (body[folder] if folder else body)[leaf] = value
+    kept = {name: value for name, value in body.items() if value is not None}
+    path.write_bytes(encode_envelope(json.dumps(kept).encode()))
+    with pytest.raises(error, match=problem):
         ckptstore.open(place, encryption_key=key)
 
 
@@ -252,34 +243,7 @@ def test_both_clear_objects_together_are_bound_to_the_key(
     (place / "store.json").write_bytes(
         encode_superblock(msgspec.structs.replace(said, **{field: new}))
     )
-    with pytest.raises(CorruptObjectError, match="was changed"):
-        ckptstore.open(place, encryption_key=key)
-
-
-def test_a_store_cannot_be_passed_off_as_a_plain_one(place: Path, key: bytes) -> None:
-    """Whoever gives a key is told that nothing is encrypted, and writes nothing."""
-
-    def plain(body: dict[str, object]) -> None:
-        body["features"] = []
-        del body["encryption"]
-
-    change_superblock(place, plain)
-    with pytest.raises(EncryptionKeyError, match="is not encrypted, but a key was given"):
-        ckptstore.open(place, encryption_key=key)
-
-
-@pytest.mark.parametrize("part", ["features", "encryption"])
-def test_half_a_feature_is_refused(place: Path, key: bytes, part: str) -> None:
-    """The feature and its parameters come together."""
-
-    def without(body: dict[str, object]) -> None:
-        if part == "features":
-            body["features"] = []
-        else:
-            del body[part]
-
-    change_superblock(place, without)
-    with pytest.raises(CorruptObjectError, match="contradicts itself"):
+    with pytest.raises(errors.CorruptObjectError, match="was changed"):
         ckptstore.open(place, encryption_key=key)
 
 
@@ -307,22 +271,24 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
     hostile += [encode_envelope(json.dumps({**body, **change}).encode()) for change in changes]
     for data in hostile:
         where.write_bytes(data)
-        with pytest.raises(CkptStoreError) as caught:
+        with pytest.raises(errors.CkptStoreError) as caught:
             ckptstore.open(place, encryption_key=key)
         assert caught.value.kind in {"corrupt_object", "format", "unsupported_feature"}
     open_slots = [{**slot, "sealed": False} for slot in body["slots"]]
     stripped = {**body, "format": 1, "seal": "", "slots": open_slots}
     where.write_bytes(encode_envelope(json.dumps(stripped).encode()))
-    with pytest.raises(CorruptObjectError, match="does not open"):  # it belongs to a sealed record
+    with pytest.raises(
+        errors.CorruptObjectError, match="does not open"
+    ):  # it belongs to a sealed record
         ckptstore.open(place, encryption_key=key)
     where.write_bytes(bytes(limits.KEY_RECORD_BYTES_MAX + 1))
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         ckptstore.open(place, encryption_key=key)
     where.unlink()
-    with pytest.raises(CorruptObjectError, match="no record of its keys"):
+    with pytest.raises(errors.CorruptObjectError, match="no record of its keys"):
         ckptstore.open(place, encryption_key=key)
     where.write_bytes(good)
-    with pytest.raises(WrongKeyError):
+    with pytest.raises(errors.WrongKeyError):
         ckptstore.open(place, encryption_key=other)
 
 
@@ -343,24 +309,24 @@ _JSON = st.recursive(
 def test_records_of_keys_are_hostile_input(fields: dict[str, object], raw: bytes) -> None:
     """Whatever stands below ``keys/``: a record, or an error of ours."""
     for data in (raw, encode_envelope(raw), encode_envelope(json.dumps(fields).encode())):
-        with pytest.raises(CkptStoreError):
+        with pytest.raises(errors.CkptStoreError):
             decode_key_record(data, where="keys/1")
 
 
 @pytest.mark.parametrize("empty", [pytest.param("", id="text"), pytest.param(b"", id="bytes")])
 def test_an_empty_key_is_not_none(empty: str | bytes, place: Path, tmp_path: Path) -> None:
     """Who gives a key that turns out to be empty never gets a store without encryption."""
-    with pytest.raises(EncryptionKeyError):
+    with pytest.raises(errors.EncryptionKeyError):
         ckptstore.open(tmp_path / "new", create=True, encryption_key=empty)
-    with pytest.raises(EncryptionKeyError):
+    with pytest.raises(errors.EncryptionKeyError):
         open_repo(str(tmp_path / "new"), create=True, key=empty)
     assert not any(tmp_path.glob("new/*"))
     with ckptstore.open(tmp_path / "plain", create=True) as store:
-        with pytest.raises(EncryptionKeyError):
+        with pytest.raises(errors.EncryptionKeyError):
             store.replicate(tmp_path / "new", to_key=empty)
-        with pytest.raises(EncryptionKeyError):
+        with pytest.raises(errors.EncryptionKeyError):
             store.add_replica("cold", tmp_path / "new", create=True, encryption_key=empty)
-    with pytest.raises(EncryptionKeyError):
+    with pytest.raises(errors.EncryptionKeyError):
         ckptstore.mend_superblock(place, encryption_key=empty)
     assert run_program(["init", str(tmp_path / "new"), "--key", ""]) == 2
     assert not any(tmp_path.glob("new/*"))

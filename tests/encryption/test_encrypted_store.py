@@ -284,8 +284,6 @@ def test_a_bucket(
 
 
 # --- the wrapper --------------------------------------------------------------------------------
-
-
 def wrapped(inner: MemoryBackend | FaultyBackend, material: bytes = b"k" * 32) -> EncryptedBackend:
     """Return an encrypted backend of small segments."""
     return EncryptedBackend(inner, DataKey(material), segment_bytes=4096)

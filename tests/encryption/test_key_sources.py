@@ -28,16 +28,11 @@ FORMS = {
     "base64 of URLs": b" " + base64.urlsafe_b64encode(MATERIAL) + b"\r\n",
 }
 NO_KEYS = {
-    "empty": b"",
-    "blanks": b" \n",
-    "short": MATERIAL[:31],
-    "long": MATERIAL + b"x",
-    "a passphrase": b"correct horse battery staple 123",
-    "odd hex": MATERIAL.hex()[:-1].encode(),
-    "equal bytes": bytes(32),
-    "equal digits": b"0" * 64,
+    "empty": b"", "blanks": b" \n", "short": MATERIAL[:31], "long": MATERIAL + b"x",
+    "a passphrase": b"correct horse battery staple 123", "odd hex": MATERIAL.hex()[:-1].encode(),
+    "equal bytes": bytes(32), "equal digits": b"0" * 64,
     "too much": b"a" * (limits.KEY_TEXT_BYTES_MAX + 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -47,12 +47,10 @@ class Asked(WrapperBackend):
         self.stats = 0
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Note the range."""
         self.ranges.append((offset, sum(len(buffer) for buffer in buffers)))
         self.inner.read_into(key, offset, buffers)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Count."""
         self.stats += 1
         return self.inner.stat(key)
 
@@ -201,7 +199,6 @@ class Gate(WrapperBackend):
         self.lock = threading.Condition()
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Count while the read is under way."""
         size = sum(memoryview(buffer.obj).nbytes for buffer in buffers)
         with self.lock:
             self.reads += 1

@@ -47,8 +47,6 @@ def _steps(run: ckptstore.Run) -> list[int]:
 
 
 # --- keep_last, keep_best -----------------------------------------------------------------------
-
-
 def test_a_run_keeps_the_last_and_the_best(store: ckptstore.Store) -> None:
     """After each save the newest N and the best N stay; tagged ones too; undelete works."""
     run = store.run("gpt", metrics={"loss": "min"}, keep_last=2, keep_best=1)
@@ -100,8 +98,6 @@ def test_a_count_that_is_none_is_refused(store: ckptstore.Store, count: Any) -> 
 
 
 # --- plain --------------------------------------------------------------------------------------
-
-
 def test_plain_values_in_place_of_classes(store: ckptstore.Store) -> None:
     """Nested dataclasses, enums and namespaces come back as dicts and values; tensors stay."""
     weight = torch.arange(3.0)
@@ -131,8 +127,6 @@ def test_plain_values_without_end_are_refused(store: ckptstore.Store) -> None:
 
 
 # --- lazy tensors as arrays ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
 def test_a_lazy_tensor_is_an_array(store: ckptstore.Store, dtype: torch.dtype) -> None:
     """Torch reads it whole, of any dtype; NumPy where it has the dtype."""
@@ -155,8 +149,6 @@ def test_a_lazy_tensor_is_an_array(store: ckptstore.Store, dtype: torch.dtype) -
 
 
 # --- folders of checkpoints ---------------------------------------------------------------------
-
-
 def _weights(path: Path, value: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"w": torch.full((2,), value)}, path)

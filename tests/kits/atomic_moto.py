@@ -33,9 +33,6 @@ def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]
 
 if __name__ == "__main__":
     run_simple(
-        "127.0.0.1",
-        int(sys.argv[1]),
-        application,
-        threaded=True,
+        "127.0.0.1", int(sys.argv[1]), application, threaded=True,
         request_handler=MotoRequestHandler,
-    )
+    )  # fmt: skip

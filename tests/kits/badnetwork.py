@@ -38,11 +38,6 @@ def named(fault: Fault) -> str:
 def hitting(fault: Fault, *, every: int = 1, times: int = 0, skip: int = 0) -> Fault:
     """Return a copy of a fault that hits `times` requests, 0 for all."""
     return Fault(
-        kind=fault.kind,
-        status=fault.status,
-        code=fault.code,
-        seconds=fault.seconds,
-        every=every,
-        times=times,
-        skip=skip,
-    )
+        kind=fault.kind, status=fault.status, code=fault.code, seconds=fault.seconds, every=every,
+        times=times, skip=skip,
+    )  # fmt: skip

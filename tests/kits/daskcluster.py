@@ -50,13 +50,9 @@ class Cluster:
         self._readers.append(rest)
         for _ in range(self._count):
             self._start(
-                "worker",
-                self.address.replace("dask", "tcp", 1),
-                "--nthreads=1",
-                "--no-dashboard",
-                "--memory-limit=0",
-                quiet=True,
-            )
+                "worker", self.address.replace("dask", "tcp", 1), "--nthreads=1", "--no-dashboard",
+                "--memory-limit=0", quiet=True,
+            )  # fmt: skip
         if self._count:
             self.await_workers()
         return self

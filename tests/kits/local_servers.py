@@ -18,16 +18,9 @@ from urllib.request import urlopen
 from ports import free_port
 
 __all__ = [
-    "AZURE_ACCOUNT",
-    "AZURE_KEY",
-    "SECRET",
-    "Server",
-    "start_azurite",
-    "start_gcs",
-    "start_moto",
-    "start_paced",
-    "start_rclone",
-]
+    "AZURE_ACCOUNT", "AZURE_KEY", "SECRET", "Server", "start_azurite", "start_gcs", "start_moto",
+    "start_paced", "start_rclone",
+]  # fmt: skip
 
 SECRET = "labsecretlabsecret"  # noqa: S105 - of servers that live for one test run
 AZURE_ACCOUNT = "labaccount"

@@ -36,13 +36,10 @@ def create(
     torch.set_num_threads(1)
     finding = Finding(put_if_absent=PutIfAbsent.ATOMIC, report={"made by": "make_golden.py"})
     return create_on(
-        open_backend(folder, kind="local"),
-        prober=lambda _backend, _environment: finding,
-        chunk_bytes=limits.CHUNK_BYTES_MIN,
-        key=key,
-        environment=environment,
+        open_backend(folder, kind="local"), prober=lambda _backend, _environment: finding,
+        chunk_bytes=limits.CHUNK_BYTES_MIN, key=key, environment=environment,
         options=Options(workers=1),
-    )
+    )  # fmt: skip
 
 
 def make_sealed(folder: pathlib.Path) -> None:

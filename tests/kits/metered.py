@@ -76,12 +76,9 @@ class MeteredBackend(WrapperBackend):
         with self._lock:
             old = self._meters.get(operation, Meter())
             self._meters[operation] = replace(
-                old,
-                calls=old.calls + more.calls,
-                failures=old.failures + more.failures,
-                bytes_moved=old.bytes_moved + more.bytes_moved,
-                seconds=old.seconds + more.seconds,
-            )
+                old, calls=old.calls + more.calls, failures=old.failures + more.failures,
+                bytes_moved=old.bytes_moved + more.bytes_moved, seconds=old.seconds + more.seconds,
+            )  # fmt: skip
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.inner,)

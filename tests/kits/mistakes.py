@@ -180,12 +180,9 @@ def _nobody() -> Iterator[None]:
 def _s3(server: Server) -> Place:
     """Return a bucket of a moto, which checks credentials and rights from then on."""
     root = {
-        "aws_access_key_id": "root",
-        "aws_secret_access_key": "root",
-        "region_name": "us-east-1",
-        "endpoint_url": server.url,
-        "config": Config(s3={"addressing_style": "path"}),
-    }
+        "aws_access_key_id": "root", "aws_secret_access_key": "root", "region_name": "us-east-1",
+        "endpoint_url": server.url, "config": Config(s3={"addressing_style": "path"}),
+    }  # fmt: skip
     boto3.client("s3", **root).create_bucket(Bucket="bucket")
     iam = boto3.client("iam", **root)
 
@@ -220,13 +217,9 @@ def _gcs(server: Server) -> Place:
     bucket = {"name": "mistakes"}
     requests.post(f"{server.url}/storage/v1/b", json=bucket, timeout=120).raise_for_status()
     place = Place(
-        url="gs://mistakes/store",
-        free="gs://mistakes/free",
-        missing="gs://no-such-bucket/store",
-        options={"token": "anon", "endpoint_url": server.url},
-        reader={},
-        writer={},
-    )
+        url="gs://mistakes/store", free="gs://mistakes/free", missing="gs://no-such-bucket/store",
+        options={"token": "anon", "endpoint_url": server.url}, reader={}, writer={},
+    )  # fmt: skip
     _fill(place)
     return place
 
@@ -234,26 +227,19 @@ def _gcs(server: Server) -> Place:
 def _azure(server: Server) -> Place:
     bucket = AzureBucket(server.url)
     place = Place(
-        url=f"az://{bucket.name}/store",
-        free=f"az://{bucket.name}/free",
-        missing="az://no-such-container/store",
-        options=bucket.options(),
-        reader=bucket.limited("rl"),
-        writer=bucket.limited("rwdc"),
-    )
+        url=f"az://{bucket.name}/store", free=f"az://{bucket.name}/free",
+        missing="az://no-such-container/store", options=bucket.options(),
+        reader=bucket.limited("rl"), writer=bucket.limited("rwdc"),
+    )  # fmt: skip
     _fill(place)
     return place
 
 
 def _folder(folder: Path) -> Place:
     place = Place(
-        url=str(folder / "store"),
-        free=str(folder / "free"),
-        missing="",
-        options={},
-        reader={},
+        url=str(folder / "store"), free=str(folder / "free"), missing="", options={}, reader={},
         writer={},
-    )
+    )  # fmt: skip
     _fill(place)
     return place
 
@@ -274,22 +260,14 @@ def _web(server: WebServer) -> Place:
 
     server.change = change
     return Place(
-        url=f"{server.url}/store",
-        free=f"{server.url}/free",
-        missing="http://127.0.0.1:9/store",
-        options=options,
-        reader=options,
-        writer={**options, "username": "whole"},
-    )
+        url=f"{server.url}/store", free=f"{server.url}/free", missing="http://127.0.0.1:9/store",
+        options=options, reader=options, writer={**options, "username": "whole"},
+    )  # fmt: skip
 
 
 PLACES: dict[str, Callable[..., Place]] = {
-    "s3": _s3,
-    "gs": _gcs,
-    "az": _azure,
-    "http": _web,
-    "a folder": _folder,
-}
+    "s3": _s3, "gs": _gcs, "az": _azure, "http": _web, "a folder": _folder,
+}  # fmt: skip
 
 
 def _fill(place: Place) -> None:

@@ -90,8 +90,6 @@ class Counts:
 
 
 # --- bodies ---------------------------------------------------------------------------------------
-
-
 class Arena:
     """Memory for bodies, in blocks that are used again: a new page costs more than its bytes."""
 
@@ -204,8 +202,6 @@ class Request:
 
 
 # --- one connection -------------------------------------------------------------------------------
-
-
 class Line:
     """Bytes that come from a client, through a small buffer for everything but bodies."""
 

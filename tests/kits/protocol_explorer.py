@@ -16,17 +16,9 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 __all__ = [
-    "Catalog",
-    "Client",
-    "Commit",
-    "Found",
-    "Log",
-    "World",
-    "count",
-    "explore",
-    "fold",
+    "Catalog", "Client", "Commit", "Found", "Log", "World", "count", "explore", "fold",
     "gone_since",
-]
+]  # fmt: skip
 
 Objects = frozenset[str]
 

@@ -123,15 +123,11 @@ def save(
             sources.append(found)
         given, got = (stored_bytes(t, record.order) for t in (tensor, back))
         recipe = Recipe(
-            kind="scaled" if form.code else "cast",
-            sources=places,
-            code=form.code,
-            block=form.block if form.code else 0,
-            exact=given == got,
-            digest=blake3_digest(got),
+            kind="scaled" if form.code else "cast", sources=places, code=form.code,
+            block=form.block if form.code else 0, exact=given == got, digest=blake3_digest(got),
             given=blake3_digest(given),
             max_abs=0.0 if given == got else float((back.double() - tensor.double()).abs().max()),
-        )
+        )  # fmt: skip
         records[index] = replace(record, recipe=replace(recipe, **(change or {})))
         sources[index] = nothing
         expected[name] = back

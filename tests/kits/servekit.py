@@ -101,12 +101,9 @@ def served(
     command = [sys.executable, "-m", "ckptstore", "serve", "--store", store, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, *options],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*command, *options], stdout=out, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **(environment or {})},
-        )
+        )  # fmt: skip
     server = Server(f"http://{LOOPBACK}:{port}", process, log)
     try:
         if wait:

@@ -39,14 +39,10 @@ def build(folder: Path, *, root: Path) -> subprocess.CompletedProcess[str]:
         msg = f"{python} is missing: run make site (make test-all does)"
         raise FileNotFoundError(msg)
     return subprocess.run(
-        [python, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=root,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+        [python, "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=root,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": ""}, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
 
 
 def read_html(path: Path) -> Html:

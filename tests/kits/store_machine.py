@@ -507,12 +507,8 @@ def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=same,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate],
+            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=same,
+            suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         ),
-    )
+    )  # fmt: skip
     return StoreMachine.figures

@@ -120,13 +120,10 @@ class TestSwift(CarelessServer):
         options: dict[str, Any] = dict(lab_pool.get(Swift).options())
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         client = boto3.client(
-            "s3",
-            endpoint_url=options["endpoint_url"],
-            aws_access_key_id=options["key"],
-            aws_secret_access_key=options["secret"],
-            region_name="us-east-1",
+            "s3", endpoint_url=options["endpoint_url"], aws_access_key_id=options["key"],
+            aws_secret_access_key=options["secret"], region_name="us-east-1",
             config=Config(s3={"addressing_style": "path"}),
-        )
+        )  # fmt: skip
         client.create_bucket(Bucket=name)
         client.close()
         options["client_kwargs"] = {"region_name": "us-east-1"}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from buckets import S3Bucket
+from doors import BucketDoor
 from labkit.peers import local_peer
 from labkit.systems import Ceph
 from labkit.two_clients import Clients, TwoClientTests
@@ -30,7 +31,7 @@ def clients(ceph: Ceph) -> Iterator[Clients]:
         yield one, two
 
 
-class TestConformance(BackendConformance):
+class TestConformance(BucketDoor, BackendConformance):
     """The backend's contract on Ceph, by botocore alone; the side door is boto3."""
 
     backend_name = "s3"
@@ -45,18 +46,6 @@ class TestConformance(BackendConformance):
         backend = open_backend(bucket.url, retry=False, **options)
         yield backend
         backend.close()
-
-    def raw_read(self, key: str) -> bytes | None:
-        """Read by boto3."""
-        return self.bucket.read(key)
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        """Write by boto3."""
-        self.bucket.write(key, data)
-
-    def raw_keys(self) -> set[str]:
-        """List by boto3."""
-        return self.bucket.keys()
 
 
 class TestConformanceByS3fs(TestConformance):

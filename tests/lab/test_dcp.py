@@ -45,8 +45,6 @@ def save_and_load(url: jobs.Url, options: dict[str, Any]) -> None:
 
 
 # --- Ceph -----------------------------------------------------------------------------------------
-
-
 def test_ranks_on_s3(bucket: S3Bucket) -> None:
     """Four ranks save to a bucket, two and three load."""
     save_and_load(bucket.url, bucket.options())
@@ -75,8 +73,6 @@ def test_killed_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
 
 
 # --- NFS ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def hosts(nfs: Nfs) -> Iterator[Hosts]:
     """Return a process on each host that runs ranks in children of its own."""
@@ -88,15 +84,11 @@ def start_ranks(hosts: Hosts, world: int, port: int, job: str, *words: object) -
     """Let ranks begin, the first half of them on the first host."""
     return [
         hosts[rank * len(hosts) // world].send(
-            "rank",
-            rank=rank,
-            world=world,
-            meeting=f"tcp://{FIRST_HOST}:{port}",
-            job=job,
+            "rank", rank=rank, world=world, meeting=f"tcp://{FIRST_HOST}:{port}", job=job,
             words=list(words),
         )
         for rank in range(world)
-    ]
+    ]  # fmt: skip
 
 
 def results(calls: Sequence[Call]) -> list[Any]:

@@ -47,13 +47,10 @@ def test_misspelt_option(servers: FileServers, saver: Peer, way: str) -> None:
 @pytest.mark.parametrize(
     ("way", "server"),
     [
-        ("paramiko", "sshd"),
-        ("sshfs", "sshd"),
-        ("smb", "smbd"),
-        ("webdav", "webdav"),
+        ("paramiko", "sshd"), ("sshfs", "sshd"), ("smb", "smbd"), ("webdav", "webdav"),
         ("ftp", "ftpd"),
     ],
-)
+)  # fmt: skip
 def test_server_away(servers: FileServers, saver: Peer, way: str, server: str) -> None:
     """It is called transient, after the tries of one call."""
     servers.tell("stop", server)

@@ -19,18 +19,10 @@ def main(folder: Path) -> None:
     with ckptstore.open(folder / "ckpts", create=True) as store:
         io = CkptStoreIO(store, "gpt")
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp_fork",
-            max_epochs=2,
-            limit_train_batches=2,
-            limit_val_batches=1,
-            plugins=[io],
-            callbacks=[CkptStoreCallback(io)],
-            logger=False,
-            enable_progress_bar=False,
-            default_root_dir=folder,
-        )
+            accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=2, limit_train_batches=2,
+            limit_val_batches=1, plugins=[io], callbacks=[CkptStoreCallback(io)], logger=False,
+            enable_progress_bar=False, default_root_dir=folder,
+        )  # fmt: skip
         model = BoringModel()
         before = {name: one.clone() for name, one in model.state_dict().items()}
         trainer.fit(model)

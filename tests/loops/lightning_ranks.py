@@ -43,18 +43,11 @@ def main(folder: Path) -> None:
     with ckptstore.open(folder / "ckpts") as store, Preemption(deadline_s=240) as preemption:
         io = CkptStoreIO(store, "gpt")
         trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=100,
-            plugins=[io],
-            callbacks=[CkptStoreCallback(io, preemption=preemption)],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            accelerator="cpu", devices=2, strategy="ddp", max_epochs=100, plugins=[io],
+            callbacks=[CkptStoreCallback(io, preemption=preemption)], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             default_root_dir=folder,
-        )
+        )  # fmt: skip
         loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
         trainer.fit(Tiny(), loader, ckpt_path=io.resume)
 

@@ -310,8 +310,6 @@ def test_the_shuffling_goes_on(steps: int) -> None:
 
 
 # --- ranks of torch.distributed ------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_ranks_as_they_are(store: Store) -> None:
     """2 ranks, 3 and 1, in processes, which save a value for each rank too: every row once."""
@@ -323,8 +321,6 @@ def test_ranks_as_they_are(store: Store) -> None:
 
 
 # --- training libraries --------------------------------------------------------------------------
-
-
 def prepared(*registered: Any) -> tuple[Any, Any]:
     """Return an Accelerator and a stateful loader that it has prepared."""
     for singleton in (AcceleratorState, PartialState, GradientState):
@@ -407,8 +403,6 @@ def test_lightning(store: Store, steps: int) -> None:
 
 
 # --- refusals ------------------------------------------------------------------------------------
-
-
 def test_one_process_without_a_group(store: Store) -> None:
     """A loader is used as any other; its position is a plain value of a state."""
     make = map_style(StatefulDistributedSampler, 0)

@@ -100,14 +100,11 @@ def test_states_of_optax_and_flax_keep_names_and_structure(store: Store) -> None
     params = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3, jnp.bfloat16)}
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9)))
     tree = {
-        "model": nnx.state(model),
-        "dropout": nnx.state(dropout),
-        "params": params,
+        "model": nnx.state(model), "dropout": nnx.state(dropout), "params": params,
         "opt": chain.init(params),
-        "pair": Pair([1, 2.5, "text", None, b"raw"], (jnp.ones(2), np.arange(3))),
-        "step": 7,
+        "pair": Pair([1, 2.5, "text", None, b"raw"], (jnp.ones(2), np.arange(3))), "step": 7,
         "empty": [{}, (), [], None],
-    }
+    }  # fmt: skip
     run = store.run("gpt")
     run.save(state_of(tree), step=1)
     assert_same(load(run, "latest", like=tree), tree)

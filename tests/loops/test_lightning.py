@@ -50,16 +50,10 @@ class Package:
             options["plugins"] = [io]
             callbacks.append(self.ckpt.CkptStoreCallback(io))
         return self.pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=epochs,
-            callbacks=callbacks,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=self.root,
+            accelerator="cpu", devices=1, max_epochs=epochs, callbacks=callbacks, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=self.root,
             **options,
-        )
+        )  # fmt: skip
 
     def keep(self, **options: Any) -> Any:
         return self.callbacks.ModelCheckpoint(dirpath=self.root / "named", **options)
@@ -433,19 +427,15 @@ def test_save_checkpoint_takes_tags_and_metrics(kit: Package, store: Store) -> N
         trainer.save_checkpoint("final", storage_options={"tag": "release"})
 
 
-def test_settings_are_checked(store: Store, kit: Package) -> None:
-    """A word that means nothing is told at once."""
-    with pytest.raises(InvalidInputError, match="'delete' or 'keep'"):
-        kit.io(store, remove="never")
-
-
 def test_what_is_no_store_and_no_name_is_refused(store: Store, kit: Package) -> None:
-    """A path in place of a store, or a run in place of its name, is told before the training."""
+    """A path for a store, a run for its name, a word without meaning: told before the training."""
     with pytest.raises(InvalidInputError, match="open store") as told:
         kit.ckpt.CkptStoreIO("ckpts", "gpt")
     assert told.value.hint == "give ckptstore.open('ckpts')"
     with pytest.raises(InvalidInputError, match="name of a run"):
         kit.ckpt.CkptStoreIO(store, store.run("gpt"))
+    with pytest.raises(InvalidInputError, match="'delete' or 'keep'"):
+        kit.io(store, remove="never")
 
 
 def test_who_forgets_the_plugin_is_told(either: Package, store: Store) -> None:

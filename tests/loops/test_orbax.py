@@ -16,15 +16,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.cli.main import run as command
-from ckptstore.errors import (
-    FormatError,
-    InvalidInputError,
-    LimitError,
-    MissingDependencyError,
-    StateError,
-)
 from ckptstore.integrations import orbax
 from ckptstore.integrations.files import import_file
 from ckptstore.integrations.jax import load, state_of
@@ -88,14 +81,9 @@ def test_every_layout(store: Store, tmp_path: Path, save: Save) -> None:
 def test_plain_values_and_containers(store: Store, tmp_path: Path) -> None:
     """Numbers, texts, sequences and empty containers come back; sequences as lists."""
     tree = {
-        "step": 3,
-        "rate": 0.5,
-        "name": "small/model",
-        "list": [jnp.ones(2), np.arange(3)],
-        "tuple": (jnp.zeros(1), 4),
-        "empty": [{}, None],
-        "a/b": {"0": jnp.ones(())},
-    }
+        "step": 3, "rate": 0.5, "name": "small/model", "list": [jnp.ones(2), np.arange(3)],
+        "tuple": (jnp.zeros(1), 4), "empty": [{}, None], "a/b": {"0": jnp.ones(())},
+    }  # fmt: skip
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", tree)
     import_file(store, tmp_path / "saved", run="plain", step=1)
@@ -135,7 +123,7 @@ def test_steps_of_a_manager(store: Store, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CKPTSTORE_URL", store.url)
     assert command(["import", str(folder), "shell", "--step", "10"]) == 0
     assert store.run("shell").load()["w"].tolist() == [10] * 3
-    with pytest.raises(InvalidInputError, match="has no step 6") as error:
+    with pytest.raises(errors.InvalidInputError, match="has no step 6") as error:
         import_file(store, folder, run="gpt", step=6)
     assert error.value.hint == "it has 5, 10, 100"
 
@@ -153,7 +141,7 @@ def test_items_of_a_step(store: Store, tmp_path: Path) -> None:
     assert state["params"]["w"].tolist() == [1, 1]
     assert state["config"] == {"width": 2, "names": ["a"]}
     (tmp_path / "ckpts" / "3" / "iterator").mkdir()
-    with pytest.raises(InvalidInputError, match="iterator is neither") as error:
+    with pytest.raises(errors.InvalidInputError, match="iterator is neither") as error:
         import_file(store, tmp_path / "ckpts", run="gpt")
     assert "one by one" in (error.value.hint or "")
     item = tmp_path / "ckpts" / "3" / "params"
@@ -168,10 +156,10 @@ def test_damage_is_named(store: Store, tmp_path: Path, save: Save) -> None:
     largest = max(files, key=lambda one: one.stat().st_size)
     data = largest.read_bytes()
     largest.write_bytes(data[: len(data) // 2])
-    with pytest.raises(FormatError, match="'w'"):
+    with pytest.raises(errors.FormatError, match="'w'"):
         import_file(store, tmp_path / "saved", run="gpt", step=1)
     largest.unlink()
-    with pytest.raises(FormatError, match="'w'"):
+    with pytest.raises(errors.FormatError, match="'w'"):
         import_file(store, tmp_path / "saved", run="gpt", step=1)
     assert not store.versions()
 
@@ -186,7 +174,7 @@ def test_hostile_descriptions_are_refused(
     good = json.loads(file.read_text())
     (entry,) = good["tree_metadata"].values()
 
-    def refused(text: str, match: str, kind: type[Exception] = FormatError) -> None:
+    def refused(text: str, match: str, kind: type[Exception] = errors.FormatError) -> None:
         file.write_text(text)
         with pytest.raises(kind, match=match):
             import_file(store, folder, run="gpt", step=1)
@@ -202,18 +190,18 @@ def test_hostile_descriptions_are_refused(
     (folder / "w.5").symlink_to("w.0")
     refused(with_keys(("w", 2), ("5", 1)), "a sequence with gaps")
     refused(json.dumps({**good, "tree_metadata": {"a": entry, "b": entry}}), "'w.0' twice")
-    refused(with_keys(*[("x", 2)] * 100), "nested deeper", LimitError)
+    refused(with_keys(*[("x", 2)] * 100), "nested deeper", errors.LimitError)
     refused("{", "is not an index of a checkpoint")
     refused('{"tree_metadata": {"a": 1}}', "is not an index of a checkpoint")
     monkeypatch.setattr(limits, "SHARD_INDEX_BYTES_MAX", 10)
-    refused(json.dumps(good), "more than 10 bytes", LimitError)
+    refused(json.dumps(good), "more than 10 bytes", errors.LimitError)
     assert not store.versions()
 
 
 def test_other_dtypes_are_named(store: Store, tmp_path: Path) -> None:
     """An array that no stored dtype holds is refused by its name."""
     standard(tmp_path / "saved", {"a": {"b": jnp.ones(2, jnp.float8_e4m3b11fnuz)}})
-    with pytest.raises(StateError, match=r"'a\.b' has the dtype float8_e4m3b11fnuz"):
+    with pytest.raises(errors.StateError, match=r"'a\.b' has the dtype float8_e4m3b11fnuz"):
         import_file(store, tmp_path / "saved", run="gpt", step=1)
 
 
@@ -248,6 +236,6 @@ with ckptstore.open({store.url!r}) as store:
     assert done.returncode == 0, done.stderr
     assert store.load("gpt")["w"].tolist() == [1, 1]
     monkeypatch.setitem(sys.modules, "tensorstore", None)
-    with pytest.raises(MissingDependencyError) as error:
+    with pytest.raises(errors.MissingDependencyError) as error:
         import_file(store, tmp_path / "saved", run="gpt", step=2)
     assert "ckptstore[orbax]" in (error.value.hint or "")

@@ -71,13 +71,10 @@ def test_time_runs_from_the_signal() -> None:
 @pytest.mark.parametrize(
     ("own_s", "other_ms", "left_s"),
     [
-        (10.0, 0, 20.0),
-        (None, 10_000, 20.0),
-        (10.0, 2_250, 20.0),
-        (2.25, 10_500, 19.5),
+        (10.0, 0, 20.0), (None, 10_000, 20.0), (10.0, 2_250, 20.0), (2.25, 10_500, 19.5),
         (0.5, 0, 29.5),
     ],
-)
+)  # fmt: skip
 def test_the_tightest_deadline_of_all_ranks_holds(
     monkeypatch: pytest.MonkeyPatch, own_s: float | None, other_ms: int, left_s: float
 ) -> None:
@@ -102,32 +99,20 @@ def test_the_tightest_deadline_of_all_ranks_holds(
         assert preemption.remaining_s == pytest.approx(left_s)
 
 
-def test_a_handler_that_was_there_is_called_and_comes_back() -> None:
-    """Who listened to the signal before still hears it, and alone again afterwards."""
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_handler_that_was_there_is_called_if_wished_and_comes_back(*, chain: bool) -> None:
+    """Who listened to the signal before still hears it, or is kept out, and then hears it alone."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
-        with Preemption([signal.SIGUSR1]) as preemption:
+        with Preemption([signal.SIGUSR1], chain=chain) as preemption:
             _send(signal.SIGUSR1)
             assert preemption.requested
-            assert heard == [signal.SIGUSR1]
+            assert heard == [signal.SIGUSR1] * chain
         _send(signal.SIGUSR1)
-        assert len(heard) == 2
+        assert len(heard) == 1 + chain
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_handler_is_left_out_when_asked() -> None:
-    """Frameworks whose handlers would end the process at once can be kept out."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
-    try:
-        with Preemption([signal.SIGUSR1], chain=False) as preemption:
-            _send(signal.SIGUSR1)
-            assert preemption.requested
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert heard == []
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -168,21 +153,20 @@ def test_only_the_main_thread_can_listen() -> None:
     assert "main thread" in str(told[0])
 
 
-@pytest.mark.parametrize("wrong", [{"deadline_s": 0}, {"check_every": 0}])
-def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
-    """A deadline of nothing would lose the state that it is there for."""
-    with pytest.raises(InvalidInputError, match="above zero"):
-        Preemption(**wrong)
-
-
 @pytest.mark.parametrize(
-    "wrong", [signal.SIGUSR1, "SIGTERM", [signal.SIGKILL], [signal.SIGSTOP], ["SIGTERM"], [0]]
-)
-def test_signals_that_cannot_be_handled_are_refused(wrong: Any) -> None:
-    """One signal that is in no list, a name or one that only the system handles: told at once."""
-    with pytest.raises(InvalidInputError, match="signals") as told:
-        Preemption(wrong)
-    assert told.value.hint
+    "wrong",
+    [
+        {"deadline_s": 0}, {"check_every": 0}, {"signals": signal.SIGUSR1}, {"signals": "SIGTERM"},
+        {"signals": [signal.SIGKILL]}, {"signals": [signal.SIGSTOP]}, {"signals": ["SIGTERM"]},
+        {"signals": [0]},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    """No time, a signal in no list, a name, one that only the system handles: told at once."""
+    problem = "signals" if "signals" in wrong else "above zero"
+    with pytest.raises(InvalidInputError, match=problem) as told:
+        Preemption(**wrong)
+    assert told.value.hint or "signals" not in wrong
 
 
 def test_one_that_was_not_entered_is_told(store: Store) -> None:
@@ -300,8 +284,6 @@ def test_a_save_that_failed_does_not_hinder_the_next(store: Store) -> None:
 
 
 # --- several ranks, in processes of their own -----------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     """Run five trainings on three ranks; return what each rank said, by training."""

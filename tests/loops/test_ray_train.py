@@ -34,13 +34,9 @@ def _cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(services, "get_node_ip_address", lambda *_: LOOPBACK)
     folder = tempfile.mkdtemp(prefix="ray-")  # short: the names of its sockets are limited
     ray.init(
-        num_cpus=3,
-        object_store_memory=100 * 1024 * 1024,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=folder,
-    )
+        num_cpus=3, object_store_memory=100 * 1024 * 1024, include_dashboard=False,
+        log_to_driver=False, _node_ip_address=LOOPBACK, _temp_dir=folder,
+    )  # fmt: skip
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

@@ -22,20 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("training", "kind"),
     [
-        (trainers.accelerate, "fsdp2"),
-        (trainers.accelerate, "fsdp2 full"),
-        (trainers.accelerate, "fsdp1"),
-        (trainers.accelerate, "fsdp1 full"),
-        (trainers.accelerate, "hsdp"),
-        (trainers.accelerate, "tensor parallel"),
-        (trainers.trainer, "fsdp2"),
-        (trainers.trainer, "fsdp2 full"),
-        (trainers.trainer, "fsdp1"),
-        (trainers.lightning, "parts"),
-        (trainers.lightning, "full"),
+        (trainers.accelerate, "fsdp2"), (trainers.accelerate, "fsdp2 full"),
+        (trainers.accelerate, "fsdp1"), (trainers.accelerate, "fsdp1 full"),
+        (trainers.accelerate, "hsdp"), (trainers.accelerate, "tensor parallel"),
+        (trainers.trainer, "fsdp2"), (trainers.trainer, "fsdp2 full"), (trainers.trainer, "fsdp1"),
+        (trainers.lightning, "parts"), (trainers.lightning, "full"),
     ],
     ids=lambda one: getattr(one, "__name__", one),
-)
+)  # fmt: skip
 def test_a_killed_rank_and_a_resume_at_any_size(tmp_path: Path, training: Any, kind: str) -> None:
     """After a kill -9 in a save all sizes resume with the same bits; the same size, all losses."""
     url, world = str(tmp_path / "ckpts"), 4 if kind == "hsdp" else 2
@@ -159,13 +153,10 @@ def test_compiled_and_tied_models_have_clean_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("ddp", "fsdp2"),
-        ("fsdp2", "ddp"),
-        ("fsdp2", "tensor parallel"),
-        ("ddp", "tensor parallel"),
-        ("tensor parallel", "fsdp2"),
+        ("ddp", "fsdp2"), ("fsdp2", "ddp"), ("fsdp2", "tensor parallel"),
+        ("ddp", "tensor parallel"), ("tensor parallel", "fsdp2"),
     ],
-)
+)  # fmt: skip
 def test_one_kind_resumes_from_another(tmp_path: Path, saved: str, loaded: str) -> None:
     """Undivided, FSDP2, tensor parallel: each takes the weights and moments of the others."""
     url = str(tmp_path / "ckpts")

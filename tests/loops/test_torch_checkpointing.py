@@ -134,8 +134,6 @@ def test_a_killed_rank_and_a_resume_at_any_size(tmp_path: Path) -> None:
 
 
 # --- files ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("grid", [1, 2, 3])
 def test_streams_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: int) -> None:
     """Bytes come back whatever the sizes of writes, reads and parts; other types of buffers too."""

@@ -25,13 +25,7 @@ from transformers import (
 )
 
 import ckptstore
-from ckptstore.errors import (
-    InvalidInputError,
-    MissingDependencyError,
-    RunNotFoundError,
-    StateError,
-    VersionNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.integrations.preemption import Preemption
 from ckptstore.integrations.pretrained import describe_model
 from ckptstore.integrations.transformers import StoreTrainerMixin, export_pretrained
@@ -85,14 +79,9 @@ def _trainer(
         "learning_rate": 1e-2, "seed": 5, "logging_strategy": "steps", **options,
     }  # fmt: skip
     return Stored(
-        _model(),
-        TrainingArguments(**wanted),
-        train_dataset=_rows(),
-        eval_dataset=_rows(8),
-        run=run,
-        callbacks=[*callbacks],
-        **(extra or {}),
-    )
+        _model(), TrainingArguments(**wanted), train_dataset=_rows(), eval_dataset=_rows(8),
+        run=run, callbacks=[*callbacks], **(extra or {}),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -263,12 +252,12 @@ def test_a_folder_of_trainer_is_resumed_from_as_ever(run: Run, tmp_path: Path) -
 def test_a_ref_that_names_nothing_is_told(run: Run, tmp_path: Path) -> None:
     """No training begins anew in silence because a version was not found."""
     trainer = _trainer(run, tmp_path)
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         trainer.train(resume_from_checkpoint=True)
     run.save({"model": trainer.model.state_dict()}, step=1)
-    with pytest.raises(StateError, match="not saved by a Trainer"):
+    with pytest.raises(errors.StateError, match="not saved by a Trainer"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         trainer.train(resume_from_checkpoint="gpt@99")
 
 
@@ -309,7 +298,7 @@ def test_an_export_of_a_version_without_configuration_needs_the_model(
     """A state that another loop saved can be exported too, given the model; else it is told."""
     model = _model()
     run.save({"model": model.state_dict()}, step=1)
-    with pytest.raises(InvalidInputError, match="no configuration"):
+    with pytest.raises(errors.InvalidInputError, match="no configuration"):
         export_pretrained(store, "gpt", tmp_path / "a")
 
     export_pretrained(store, "gpt", tmp_path / "b", model=_model())
@@ -317,7 +306,7 @@ def test_an_export_of_a_version_without_configuration_needs_the_model(
     assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
 
     run.save({"model": {"other": torch.ones(1)}}, step=2)
-    with pytest.raises(StateError, match="do not fit GPT2LMHeadModel"):
+    with pytest.raises(errors.StateError, match="do not fit GPT2LMHeadModel"):
         export_pretrained(store, "gpt", tmp_path / "c", model=_model())
 
 
@@ -329,7 +318,7 @@ def test_an_export_without_transformers_says_what_to_install(
     about = describe_model(model)
     run.save({"model": model.state_dict(), "pretrained": about}, step=1)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingDependencyError, match="pip install"):
+    with pytest.raises(errors.MissingDependencyError, match="pip install"):
         export_pretrained(store, "gpt", tmp_path / "a")
 
 
@@ -341,7 +330,7 @@ def test_a_hostile_version_writes_nothing_outside(
     model = _model()
     about = {**describe_model(model), "processing": {name: b"x"}}
     run.save({"model": model.state_dict(), "pretrained": about}, step=1)
-    with pytest.raises(InvalidInputError, match="outside of the folder"):
+    with pytest.raises(errors.InvalidInputError, match="outside of the folder"):
         export_pretrained(store, "gpt", tmp_path / "a")
     assert not (tmp_path / "escaped.txt").exists()
 
@@ -367,7 +356,7 @@ def test_preemption_saves_and_returns(store: Store, run: Run, tmp_path: Path) ->
 
 def test_what_is_not_supported_is_told(run: Run, tmp_path: Path) -> None:
     """A training whose saves would not be what they seem does not begin."""
-    with pytest.raises(InvalidInputError, match="push_to_hub"):
+    with pytest.raises(errors.InvalidInputError, match="push_to_hub"):
         _trainer(run, tmp_path, push_to_hub=True, hub_model_id="me/gpt", hub_token="no")
 
 
@@ -375,7 +364,7 @@ def test_what_is_no_run_is_refused(store: Store, tmp_path: Path) -> None:
     """A name or a store in place of a run is told before the training begins."""
     wrong: Any
     for wrong, name in (("small", "small"), (store, "gpt")):
-        with pytest.raises(InvalidInputError, match="run of a store") as told:
+        with pytest.raises(errors.InvalidInputError, match="run of a store") as told:
             _trainer(wrong, tmp_path)
         assert told.value.hint == f"give store.run({name!r})"
 

@@ -54,13 +54,10 @@ def make(run: Run, folder: Path, watch: Own, preemption: Preemption | None = Non
     drawn = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 16, (8,), generator=drawn) for _ in range(24)]
     return Stored(
-        GPT2LMHeadModel(config),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[watch],
-        run=run,
-        preemption=preemption,
-    )
+        GPT2LMHeadModel(config), arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[watch],
+        run=run, preemption=preemption,
+    )  # fmt: skip
 
 
 def main(folder: Path) -> None:
@@ -79,12 +76,9 @@ def main(folder: Path) -> None:
         resumed.train(resume_from_checkpoint=resumed.has_version)
     weights = [model.transformer.wte.weight for model in (whole.model, resumed.model)]
     said = {
-        "whole": first.drawn,
-        "ended": second.drawn,
-        "resumed": third.drawn,
-        "code": preemption.exit_code,
-        "same": torch.equal(*weights),
-    }
+        "whole": first.drawn, "ended": second.drawn, "resumed": third.drawn,
+        "code": preemption.exit_code, "same": torch.equal(*weights),
+    }  # fmt: skip
     (folder / f"said-{rank}").write_text(json.dumps(said), encoding="utf-8")
     torch.distributed.destroy_process_group()
 

@@ -127,18 +127,13 @@ def test_a_comparison_is_the_reports(store: ckptstore.Store, ask: Ask) -> None:
     "tensor",
     [
         torch.randn(300, 7, generator=torch.Generator().manual_seed(1)),
-        torch.tensor([math.nan, math.inf, 1.0, 0.0, -2.0]),
-        torch.arange(50),
-        torch.ones(9).bfloat16(),
-        torch.tensor([True, False, True]),
-        torch.tensor([3 + 4j, 1j]),
-        torch.zeros(0),
-        torch.tensor(2.5),
-        torch.ones(8).to(torch.float8_e4m3fn),
+        torch.tensor([math.nan, math.inf, 1.0, 0.0, -2.0]), torch.arange(50),
+        torch.ones(9).bfloat16(), torch.tensor([True, False, True]), torch.tensor([3 + 4j, 1j]),
+        torch.zeros(0), torch.tensor(2.5), torch.ones(8).to(torch.float8_e4m3fn),
         np.linspace(0, 1, 90),
     ],
     ids=["float", "nan", "int", "bf16", "bool", "complex", "empty", "scalar", "f8", "numpy"],
-)
+)  # fmt: skip
 def test_a_histogram_counts_every_value(tmp_path: Path, tensor: Any) -> None:  # noqa: ANN401
     """All finite values are counted once; extremes and mean are those of the tensor."""
     with ckptstore.open(tmp_path / "s", create=True) as store:

@@ -15,17 +15,12 @@ def _rows(parents: list[int]) -> list[VersionRow]:
     """Return versions; the number says how many places before it the parent of each is."""
     return [
         VersionRow(
-            id=f"{place:032x}",
-            run="r",
-            step=place,
-            parent=f"{place - back:032x}" if back <= place else "",
-            at_ms=0,
-            commit=place + 1,
-            metrics=encode_metrics({}),
-            details=b"",
+            id=f"{place:032x}", run="r", step=place,
+            parent=f"{place - back:032x}" if back <= place else "", at_ms=0, commit=place + 1,
+            metrics=encode_metrics({}), details=b"",
         )
         for place, back in enumerate(parents)
-    ]
+    ]  # fmt: skip
 
 
 VALUES = st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=80)

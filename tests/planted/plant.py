@@ -194,14 +194,10 @@ class Tree:
         output = self._temporary / "output"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-x", "-q", *arguments],
-                cwd=self.root,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                [sys.executable, "-m", "pytest", "-x", "-q", *arguments], cwd=self.root,
+                env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
             code = None
             try:
                 code = process.wait(limit_s)

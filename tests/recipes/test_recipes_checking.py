@@ -127,11 +127,8 @@ def test_versions_differ_by_what_they_give_back(stores: Stores) -> None:
     one, two = (store.diff("gpt@1", other) for other in ("gpt@2", "gpt@3"))
 
     assert {c.path: c.status for c in one.changes} == {
-        "new": "added",
-        "model.weight": "same",
-        "optimizer.master": "same",
-        "optimizer.m": "same",
-    }
+        "new": "added", "model.weight": "same", "optimizer.master": "same", "optimizer.m": "same",
+    }  # fmt: skip
     assert {c.path: c.status for c in two.changes} == {
         "model.weight": "same",
         "optimizer.master": "same",

@@ -56,27 +56,17 @@ def manifest_of(*records: TensorRecord, leaves: int = 1) -> Manifest:
     for place in range(leaves):
         node += [f"t{place}", ["T", place]]  # type: ignore[operator]  # it is a list
     return Manifest(
-        version=ID,
-        chunk_bytes=limits.CHUNK_BYTES_MIN,
-        skeleton=skeleton.encode(node),
-        tensors=records,
-        first=tuple(first),
-        pieces=table,
-    )
+        version=ID, chunk_bytes=limits.CHUNK_BYTES_MIN, skeleton=skeleton.encode(node),
+        tensors=records, first=tuple(first), pieces=table,
+    )  # fmt: skip
 
 
 def cast(source: int = 1, **fields: Any) -> Recipe:  # noqa: ANN401
     """Return a lossy cast."""
     found = Recipe(
-        kind="cast",
-        sources=(source,),
-        exact=False,
-        digest=b"d" * 32,
-        given=b"g" * 32,
-        max_abs=0.5,
-        rel_l2=0.25,
-        max_abs_bound=1.0,
-    )
+        kind="cast", sources=(source,), exact=False, digest=b"d" * 32, given=b"g" * 32, max_abs=0.5,
+        rel_l2=0.25, max_abs_bound=1.0,
+    )  # fmt: skip
     return replace(found, **fields)
 
 
@@ -130,13 +120,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
             "rel_l2_bound": draw(bounds),
         }
         recipe = Recipe(
-            kind=form,
-            sources=(count + len(hidden),),
-            exact=exact,
-            digest=digest,
-            given=digest if exact else draw(digests),
-            **({} if exact else measured),
-        )
+            kind=form, sources=(count + len(hidden),), exact=exact, digest=digest,
+            given=digest if exact else draw(digests), **({} if exact else measured),
+        )  # fmt: skip
         if form == "plain":
             visible.append(record(dtype, *shape, order=order))
         elif form == "cast":

@@ -162,17 +162,9 @@ def test_a_whole_load_reads_what_others_follow_from_once(stores: Stores) -> None
 
 
 INDICES: list[Any] = [
-    5,
-    -1,
-    slice(7, 9),
-    slice(290, 400),
-    slice(3, 3),
-    (slice(10, 12), slice(5, 300, 7)),
-    (4, slice(100, 103)),
-    (200, 17),
-    (..., 5),
-    torch.tensor([1, 299]),
-]
+    5, -1, slice(7, 9), slice(290, 400), slice(3, 3), (slice(10, 12), slice(5, 300, 7)),
+    (4, slice(100, 103)), (200, 17), (..., 5), torch.tensor([1, 299]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES, ids=str)

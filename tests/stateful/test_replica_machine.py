@@ -20,22 +20,15 @@ from simclients import trusting
 from simulated_environment import SimulatedEnvironment
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.errors import (
-    ConflictError,
-    InvalidInputError,
-    PolicyError,
-    StorageError,
-    VersionNotFoundError,
-)
 from ckptstore.model import Version
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 STORES = st.integers(0, 2)
 DRAW = st.integers(0, 99)
-REFUSED = (PolicyError, VersionNotFoundError, InvalidInputError)
+REFUSED = (errors.PolicyError, errors.VersionNotFoundError, errors.InvalidInputError)
 
 
 def state_of(number: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -120,7 +113,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         """Replicate, and die when a manifest is to be written: packs that nobody names are left."""
         target = (place + away) % 3
         fault = Fault(calls=frozenset({"put"}), times=0)
-        with self._open(target, fault) as dying, contextlib.suppress(StorageError):
+        with self._open(target, fault) as dying, contextlib.suppress(errors.StorageError):
             self.stores[place].replicate(dying)
 
     @rule(place=STORES, draw=DRAW, what=st.sampled_from(["rollback", "remove", "age", "name"]))
@@ -150,7 +143,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         if deleted:
             try:
                 self.stores[place].undelete([f"#{deleted[draw % len(deleted)].id}"])
-            except (*REFUSED, ConflictError):
+            except (*REFUSED, errors.ConflictError):
                 pass
 
     @rule(place=STORES, retain=st.booleans())
@@ -192,10 +185,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 
 ReplicaMachine.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
+    max_examples=12, stateful_step_count=30, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 TestReplicas = ReplicaMachine.TestCase

@@ -23,16 +23,9 @@ from simclients import trusting
 from simulated_environment import SimulatedEnvironment
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.replica_ops import name_replica
-from ckptstore.errors import (
-    IntegrityError,
-    NotFoundError,
-    PolicyError,
-    StorageError,
-    TransientStorageError,
-)
 from ckptstore.model import Version
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend
@@ -64,7 +57,9 @@ class TiersMachine(RuleBasedStateMachine):
         limits.RESUME_BYTES_MIN = 1  # type: ignore[misc]  # restored at the end
         names = [f"tiers-{TiersMachine.count}-{place}" for place in ("hot", "cold")]
         self.hot_backend, self.cold_backend = map(MemoryBackend, names)
-        self.down = Fault(calls=CALLS, at=0, times=0, error=lambda: TransientStorageError("503"))
+        self.down = Fault(
+            calls=CALLS, at=0, times=0, error=lambda: errors.TransientStorageError("503")
+        )
         self.cold = ckptstore.Store(
             create_on(
                 FaultyBackend(self.cold_backend, self.down),
@@ -88,12 +83,9 @@ class TiersMachine(RuleBasedStateMachine):
     def _open(self) -> ckptstore.Store:
         self.opened += 1  # ids are never used again
         repo = create_on(
-            self.hot_backend,
-            environment=SimulatedEnvironment(self.opened),
-            prober=trusting,
-            chunk_bytes=1 << 16,
-            exist_ok=True,
-        )
+            self.hot_backend, environment=SimulatedEnvironment(self.opened), prober=trusting,
+            chunk_bytes=1 << 16, exist_ok=True,
+        )  # fmt: skip
         return ckptstore.Store(repo, replicas={"cold": self.cold})
 
     def _pick(self, draw: int) -> Version | None:
@@ -129,7 +121,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(keep=st.integers(1, 2), collect=st.booleans())
     def thin_out_there(self, keep: int, collect: bool) -> None:
         """Retention in the replica, by a rule of its own that knows nothing of what is here."""
-        with contextlib.suppress(PolicyError):
+        with contextlib.suppress(errors.PolicyError):
             self.cold.retain({"full": f"last {keep}"})
         if collect:
             self.cold.gc(**ZERO)
@@ -141,7 +133,7 @@ class TiersMachine(RuleBasedStateMachine):
         """Somebody removes a version there, or reduces it, and means it."""
         versions = self.cold.versions()
         ref = f"#{versions[draw % len(versions)].id}"
-        with contextlib.suppress(PolicyError):
+        with contextlib.suppress(errors.PolicyError):
             if part:
                 self.cold.age([ref], "record", force=True)
             else:
@@ -207,7 +199,7 @@ class TiersMachine(RuleBasedStateMachine):
         failure = None
         try:
             found = self.hot.load(f"#{version.id}", include=include, refill=refill)
-        except (IntegrityError, NotFoundError, StorageError) as error:
+        except (errors.IntegrityError, errors.NotFoundError, errors.StorageError) as error:
             failure = error
         if failure is not None:
             assert not here, failure
@@ -250,11 +242,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TiersMachine.TestCase.settings = settings(
-    max_examples=15,
-    stateful_step_count=30,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+    max_examples=15, stateful_step_count=30, deadline=None, phases=(Phase.explicit, Phase.generate),
+    derandomize=True, suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 TestTiers = TiersMachine.TestCase

@@ -56,18 +56,10 @@ def saving() -> Saving:
     ) -> Build:
         named = version or f"{next(numbers):032x}"
         return lambda catalog: run_ops.save(
-            catalog,
-            run=run,
-            version=named,
-            step=step,
+            catalog, run=run, version=named, step=step,
             manifest=ManifestPointer(key=manifest_key(named), stored_bytes=100, digest="1" * 64),
-            content="2" * 64,
-            metrics=metrics,
-            tags=tags,
-            metadata=metadata,
-            directions=directions,
-            roles={"weights": RoleBytes(logical=10, new=5, stored=4)},
-            receipt={"durable_s": 1.5},
-        )
+            content="2" * 64, metrics=metrics, tags=tags, metadata=metadata, directions=directions,
+            roles={"weights": RoleBytes(logical=10, new=5, stored=4)}, receipt={"durable_s": 1.5},
+        )  # fmt: skip
 
     return make

@@ -15,22 +15,17 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Relocate
 from ckptstore.checkpoint.content import read_content
-from ckptstore.errors import (
-    CommitConflictError,
-    CondemnedError,
-    InvalidInputError,
-    PolicyError,
-    VersionNotFoundError,
-)
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.maintenance.retention.reduce import roles_of
 from ckptstore.repo import create_on
 from ckptstore.serving.model_folder import find_weights
+from ckptstore.store import Store
 from ckptstore.testing.faulty import FaultyBackend
 
 
@@ -53,7 +48,7 @@ def _state(seed: int) -> dict[str, Any]:
     }
 
 
-def test_the_weights_part_is_what_it_says(store: ckptstore.Store) -> None:
+def test_the_weights_part_is_what_it_says(store: Store) -> None:
     """Weights, tied as they were, and plain values that are nobody else's; nothing more."""
     run = store.run("gpt")
     state = _state(1)
@@ -78,7 +73,7 @@ def test_the_weights_part_is_what_it_says(store: ckptstore.Store) -> None:
                        _state(2)["optimizer"]["state"][0]["exp_avg"])  # fmt: skip
 
 
-def test_equal_weights_have_equal_content(store: ckptstore.Store) -> None:
+def test_equal_weights_have_equal_content(store: Store) -> None:
     """The digest is of what is kept: of two versions with the same weights it is the same."""
     run = store.run("gpt")
     one, other = _state(1), _state(1)
@@ -91,24 +86,24 @@ def test_equal_weights_have_equal_content(store: ckptstore.Store) -> None:
     assert first.content == second.content
 
 
-def test_the_record_stays(store: ckptstore.Store) -> None:
+def test_the_record_stays(store: Store) -> None:
     """Metrics, tags and lineage are there; tensors are not, and say so."""
     run = store.run("gpt", metrics={"loss": "min"})
     run.save(_state(1), step=1, metrics={"loss": 1.0}, tags=["first"])
     run.save(_state(2), step=2, metrics={"loss": 2.0})
-    with pytest.raises(PolicyError, match="is tagged first"):
+    with pytest.raises(errors.PolicyError, match="is tagged first"):
         store.age(["gpt@first"], "record")
     (after,) = store.age(["gpt@first"], "record", force=True)
     assert (after.level, after.metrics, after.tags) == ("record", {"loss": 1.0}, ("first",))
     assert after.roles == {}
-    with pytest.raises(VersionNotFoundError, match="only the record"):
+    with pytest.raises(errors.VersionNotFoundError, match="only the record"):
         run.load(1)
     assert run.resolve("best:loss").step == 2, "a record cannot be loaded, so it is not the best"
     assert store.verify().ok
     assert store.age(["gpt@1"], "weights") == [], "less never becomes more"
 
 
-def test_steps_of_ageing_follow_each_other(store: ckptstore.Store) -> None:
+def test_steps_of_ageing_follow_each_other(store: Store) -> None:
     """Full, weights, record; each condemns the manifest before it in its own commit."""
     run = store.run("gpt")
     keys = [run.save(_state(1), step=1).manifest_key]
@@ -122,7 +117,7 @@ def test_steps_of_ageing_follow_each_other(store: ckptstore.Store) -> None:
         keys.append(after.manifest_key)
 
 
-def test_what_ageing_frees_a_collection_takes(store: ckptstore.Store, tmp_path: Path) -> None:
+def test_what_ageing_frees_a_collection_takes(store: Store, tmp_path: Path) -> None:
     """Afterwards the weights load, and the other roles' bytes are gone from the disk."""
     run = store.run("gpt")
     for step in (1, 2, 3):
@@ -144,7 +139,7 @@ def test_what_ageing_frees_a_collection_takes(store: ckptstore.Store, tmp_path: 
     assert store.verify().ok
 
 
-def test_a_save_from_a_reduced_head_shares_its_weights(store: ckptstore.Store) -> None:
+def test_a_save_from_a_reduced_head_shares_its_weights(store: Store) -> None:
     """After a rollback to a version of which the weights are left, those cost nothing again."""
     run = store.run("gpt")
     run.save(_state(1), step=1)
@@ -156,26 +151,26 @@ def test_a_save_from_a_reduced_head_shares_its_weights(store: ckptstore.Store) -
     assert again.roles["optimizer"].new > 0
 
 
-def test_the_head_and_pins_are_not_reduced(store: ckptstore.Store) -> None:
+def test_the_head_and_pins_are_not_reduced(store: Store) -> None:
     """The head can be forced, for a run that is over; a pin cannot."""
     run = store.run("gpt")
     run.save(_state(1), step=1)
     run.save(_state(2), step=2)
     run.pin(1)
-    with pytest.raises(PolicyError, match="head"):
+    with pytest.raises(errors.PolicyError, match="head"):
         store.age(["gpt@2"], "weights")
-    with pytest.raises(PolicyError, match="pinned"):
+    with pytest.raises(errors.PolicyError, match="pinned"):
         store.age(["gpt@1"], "record", force=True)
     (head,) = store.age(["gpt"], "weights", force=True)
     assert (head.level, run.load()["epoch"]) == ("weights", 2)
 
 
-def test_a_state_without_weights_is_not_reduced_to_nothing(store: ckptstore.Store) -> None:
+def test_a_state_without_weights_is_not_reduced_to_nothing(store: Store) -> None:
     """Who says that all tensors are something else learns it before they are gone."""
     run = store.run("odd")
     run.save({"things": {"a": torch.ones(3)}}, step=1, roles={"things": "extra"})
     run.save({"things": {"a": torch.ones(3)}}, step=2)
-    with pytest.raises(PolicyError, match="no tensors of role weights"):
+    with pytest.raises(errors.PolicyError, match="no tensors of role weights"):
         store.age(["odd@1"], "weights")
     run.save({"things": {"a": torch.ones(3)}, "b": torch.ones(2)}, step=3, roles={"b": "extra"})
     run.save({"x": 1}, step=4)
@@ -183,7 +178,7 @@ def test_a_state_without_weights_is_not_reduced_to_nothing(store: ckptstore.Stor
     assert list(run.load(3)) == ["things"]
 
 
-def _two_networks(store: ckptstore.Store, name: str, **words: Any) -> ckptstore.Run:  # noqa: ANN401
+def _two_networks(store: Store, name: str, **words: Any) -> ckptstore.Run:  # noqa: ANN401
     run = store.run(name)
     for step in (1, 2):
         state = {"generator": torch.randn(50, 9), "mpd": {"w": torch.randn(50, 8)}}
@@ -192,9 +187,7 @@ def _two_networks(store: ckptstore.Store, name: str, **words: Any) -> ckptstore.
     return run
 
 
-def test_what_goes_is_told_before_and_after(
-    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_goes_is_told_before_and_after(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """A preview, a report, both logs name each part, with bytes."""
     run, policy = _two_networks(store, "gan"), {"full": "last 1", "weights": "all"}
     first, _ = run.versions()
@@ -212,7 +205,7 @@ def test_what_goes_is_told_before_and_after(
 
 
 def test_networks_that_an_older_rule_did_not_know_stay(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A role of an older rule takes no network away, by ageing, a fork or what is served."""
     monkeypatch.setattr("ckptstore.checkpoint.write.RULE", 1)
@@ -225,7 +218,7 @@ def test_networks_that_an_older_rule_did_not_know_stay(
     assert list(old.load(1)) == ["generator", "mpd", "epoch"]
 
 
-def test_roles_that_are_fixed_for_a_run(store: ckptstore.Store) -> None:
+def test_roles_that_are_fixed_for_a_run(store: Store) -> None:
     """They hold for versions that are there and for those to come, and outlive each policy."""
     run = _two_networks(store, "gan", roles={"generator": "data"})
     count = len(store.log())
@@ -247,11 +240,11 @@ def test_roles_that_are_fixed_for_a_run(store: ckptstore.Store) -> None:
     store.run("gan", roles={})
     assert store.repo.catalog.run("gan").policy == {"full": ["last 1"]}
     for bad in ({"mpd": "weight"}, {3: "weights"}, ["mpd"]):
-        with pytest.raises(InvalidInputError, match="role"):
+        with pytest.raises(errors.InvalidInputError, match="role"):
             store.run("gan", roles=bad)  # type: ignore[arg-type]
 
 
-def test_a_weight_that_the_optimizer_came_first_with_stays(store: ckptstore.Store) -> None:
+def test_a_weight_that_the_optimizer_came_first_with_stays(store: Store) -> None:
     """The role is of the first path; ageing looks at the other paths of shared memory, too."""
     run = store.run("gpt")
     weight = torch.randn(200, 100)
@@ -265,9 +258,9 @@ def test_a_weight_that_the_optimizer_came_first_with_stays(store: ckptstore.Stor
     assert torch.equal(loaded["model"]["w"], weight)
 
 
-def _two(path: Path) -> tuple[ckptstore.Store, FaultyBackend]:
+def _two(path: Path) -> tuple[Store, FaultyBackend]:
     faulty = FaultyBackend(MemoryBackend(str(path)))
-    store = ckptstore.Store(create_on(faulty))
+    store = Store(create_on(faulty))
     run = store.run("gpt")
     for step in (1, 2):
         run.save(_state(step), step=step)
@@ -287,15 +280,15 @@ def test_a_collection_that_does_so_for_ever_is_an_error(
         return move
 
     monkeypatch.setattr(retention_module, "prepare", prepare)
-    with pytest.raises(CondemnedError):
+    with pytest.raises(errors.CondemnedError):
         store.age(["gpt@1"], "weights")
-    with pytest.raises(CondemnedError):
+    with pytest.raises(errors.CondemnedError):
         store.retain({"full": "last 1", "weights": "all"})
     assert store.run("gpt").load(1)["epoch"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_every_kind_of_leaf_is_found_again(store: ckptstore.Store) -> None:
+def test_every_kind_of_leaf_is_found_again(store: Store) -> None:
     """Every kind of leaf and container is renumbered: views, arrays, bytes, nested tuples."""
     run = store.run("gpt")
     base = torch.arange(40_000, dtype=torch.float32)
@@ -340,7 +333,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rounded(path: Path) -> Iterator[ckptstore.Store]:
+def rounded(path: Path) -> Iterator[Store]:
     """Return that store, open."""
     with ckptstore.open(path) as opened:
         yield opened
@@ -362,7 +355,7 @@ def _bf16(step: int) -> torch.Tensor:
     return _weight(step).bfloat16().float()
 
 
-def test_refs_and_loads_take_them_as_weights(rounded: ckptstore.Store) -> None:
+def test_refs_and_loads_take_them_as_weights(rounded: Store) -> None:
     """The best, a step, an id, the latest valid: as for versions at level weights."""
     run = rounded.run("gpt")
     assert run.resolve("best:loss").step == 1
@@ -372,7 +365,7 @@ def test_refs_and_loads_take_them_as_weights(rounded: ckptstore.Store) -> None:
     assert torch.equal(run.load(2, include=["model.*"])["model"]["w"], _bf16(2))
 
 
-def test_rollback_and_fork(rounded: ckptstore.Store) -> None:
+def test_rollback_and_fork(rounded: Store) -> None:
     """Training goes on from rounded weights; what is saved next is saved whole again."""
     run = rounded.run("gpt")
     run.rollback(1)
@@ -392,17 +385,19 @@ def test_rollback_and_fork(rounded: ckptstore.Store) -> None:
     assert rounded.verify().ok
 
 
-def test_undelete_brings_back_what_was_left(rounded: ckptstore.Store) -> None:
+def test_undelete_brings_back_what_was_left(rounded: Store) -> None:
     """A rounded version that is removed comes back rounded; as a whole one it does not."""
     rounded.remove(["gpt@1"])
     (back,) = rounded.undelete(["gpt@1"])
     assert back.level == "weights-bf16"
     assert torch.equal(rounded.load("gpt@1")["model"]["w"], _bf16(1))
-    with pytest.raises(VersionNotFoundError, match="reduced to weights-bf16, which is for good"):
+    with pytest.raises(
+        errors.VersionNotFoundError, match="reduced to weights-bf16, which is for good"
+    ):
         rounded.undelete(["gpt@2"])
 
 
-def test_a_snapshot_keeps_the_level(rounded: ckptstore.Store) -> None:
+def test_a_snapshot_keeps_the_level(rounded: Store) -> None:
     """As the log does; and rows that were written before there was the field are read."""
     catalog = rounded.repo.refresh()
     body = decode_snapshot(encode_snapshot(catalog.to_snapshot()), where="here")
@@ -417,7 +412,7 @@ def test_a_snapshot_keeps_the_level(rounded: ckptstore.Store) -> None:
     ]
 
 
-def test_the_log_says_it_in_a_field_that_others_may_ignore(rounded: ckptstore.Store) -> None:
+def test_the_log_says_it_in_a_field_that_others_may_ignore(rounded: Store) -> None:
     """The level is weights, with an encoding beside it."""
     found = [
         (op.level, op.encoding)
@@ -428,9 +423,7 @@ def test_the_log_says_it_in_a_field_that_others_may_ignore(rounded: ckptstore.St
     assert found == [("weights", "int8"), ("weights", "bf16"), ("weights", "bf16")]
 
 
-def test_repack_and_repair_leave_the_level(
-    rounded: ckptstore.Store, path: Path, tmp_path: Path
-) -> None:
+def test_repack_and_repair_leave_the_level(rounded: Store, path: Path, tmp_path: Path) -> None:
     """What moves a version about keeps what it is; what mends it from a second store, too."""
     rounded.remove(["gpt@2"])
     reports = [rounded.gc(grace_s=0, orphan_age_s=0, repack_below=0.99) for _ in range(2)]
@@ -450,7 +443,7 @@ def test_repack_and_repair_leave_the_level(
     assert torch.equal(rounded.load("gpt@1")["model"]["w"], _bf16(1))
 
 
-def test_what_is_damaged_is_not_rounded(rounded: ckptstore.Store, path: Path) -> None:
+def test_what_is_damaged_is_not_rounded(rounded: Store, path: Path) -> None:
     """A weight that cannot be read stops its version, which stays as it was."""
     rounded.run("gpt").save(_rounded_state(8), step=8)
     manifest = rounded.repo.manifests.load(rounded.resolve("gpt@3"))
@@ -475,7 +468,7 @@ def test_two_that_age_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(retention_module, "prepare", prepare)
     with ckptstore.open(path) as store:
-        with pytest.raises(CommitConflictError):
+        with pytest.raises(errors.CommitConflictError):
             store.age(["gpt@1"], "weights-int8")
         assert store.age(["gpt@1"], "weights-int8") == []
         assert store.resolve("gpt@1").level == "weights-int8"
@@ -517,7 +510,7 @@ def test_a_collection_that_takes_the_new_packs_for_orphans(
 ) -> None:
     """With no patience it may condemn what ageing has written: it is written again."""
     faulty = FaultyBackend(MemoryBackend(str(tmp_path)))
-    store = ckptstore.Store(create_on(faulty))
+    store = Store(create_on(faulty))
     run = store.run("gpt")
     for step in range(4):
         run.save(_rounded_state(step), step=step)

@@ -32,16 +32,13 @@ def _state(seed: int) -> dict[str, Any]:
     embed = _random((300, 100), seed)
     return {
         "model": {
-            "embed": embed,
-            "tied": embed,
-            "view": embed[10:20],
-            "double": _random((80, 70), seed + 100).double(),
-            "norm": torch.linspace(0.5, 1.5, 100),
+            "embed": embed, "tied": embed, "view": embed[10:20],
+            "double": _random((80, 70), seed + 100).double(), "norm": torch.linspace(0.5, 1.5, 100),
             "count": torch.tensor(seed),
         },
         "optimizer": {"m": _random((300, 100), seed + 200)},
         "epoch": seed,
-    }
+    }  # fmt: skip
 
 
 def _mixed(seed: int) -> dict[str, Any]:
@@ -164,12 +161,9 @@ def test_a_plan_made_again_changes_nothing(store: ckptstore.Store) -> None:
     for step in range(6):
         run.save(_state(step), step=step)
     policy = {
-        "full": "last 1",
-        "weights": "last 2",
-        "weights-bf16": "last 3",
-        "weights-int8": "last 4",
+        "full": "last 1", "weights": "last 2", "weights-bf16": "last 3", "weights-int8": "last 4",
         "record": "all",
-    }
+    }  # fmt: skip
     run.set_policy(policy)
     assert len(run.retain().changes) == 5
     levels = {version.step: version.level for version in run.versions()}

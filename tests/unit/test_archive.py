@@ -11,16 +11,10 @@ import torch
 from coldbackend import ColdBackend, Shelf
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options, SystemEnvironment
-from ckptstore.errors import (
-    ColdObjectError,
-    InvalidInputError,
-    ObjectNotFoundError,
-    ReadOnlyError,
-    StorageError,
-)
 from ckptstore.format.keys import pack_key
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
@@ -34,11 +28,9 @@ class Clock(SystemEnvironment):
         self.ahead_s = 0.0
 
     def now_ms(self) -> int:
-        """Return the wall clock, moved."""
         return super().now_ms() + int(self.ahead_s * 1000)
 
     def sleep(self, seconds: float) -> None:
-        """Move on."""
         self.slept.append(seconds)
         self.ahead_s += seconds
 
@@ -102,7 +94,7 @@ def test_only_what_nobody_else_needs_gets_cold(store: Store, shelf: Shelf) -> No
     assert {pack_key(one.pack) for one in report.left} == mine & hot
     assert {one.versions for one in report.left} == {(store.resolve("gpt@3").id,)}
     assert torch.equal(store.load("gpt@3")["model"]["w"], _state(3)["model"]["w"])  # type: ignore[index]
-    with pytest.raises(ColdObjectError):
+    with pytest.raises(errors.ColdObjectError):
         store.load("gpt@1")
 
 
@@ -187,25 +179,25 @@ def test_what_is_selected_leaves_heads_and_rules(store: Store, clock: Clock) -> 
     assert set(ruled.versions) == {ids[1]}
     young = store.archive(storage_class="GLACIER", min_age_s=7200.0, dry_run=True)
     assert young.versions == ()
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         store.archive(["gpt@1"], storage_class="GLACIER", keep_hot="last 1")
 
 
 def test_what_is_refused(store: Store, tmp_path: Path) -> None:
     """A class that is none, storage without classes, a store that was opened read-only."""
     _three(store)
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         store.archive(["gpt@1"], storage_class="glacier; rm")
     plain = create_on(MemoryBackend(f"plain-{uuid.uuid4().hex}"), prober=_known)
     with Store(plain) as other:
         other.run("a").save({"w": torch.ones(3)}, step=1)
-        with pytest.raises(InvalidInputError, match="no storage classes"):
+        with pytest.raises(errors.InvalidInputError, match="no storage classes"):
             other.archive(["a"], storage_class="GLACIER")
         report = other.thaw("a")
         assert report.ready
         assert report.packs.count == 1
     reading = open_on(store.repo.backend, options=Options(read_only=True), prober=_known)
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         Store(reading).archive(["gpt@1"], storage_class="GLACIER")
 
 
@@ -219,7 +211,7 @@ def test_thaw_asks_for_all_that_a_load_needs(store: Store, shelf: Shelf, clock: 
     assert set(shelf.asked) == _packs(store, "gpt@1")
     assert first.requested.count == first.restoring.count == len(shelf.asked)
     assert first.expected_s == (3 * 3600.0, 5 * 3600.0)
-    with pytest.raises(ColdObjectError):
+    with pytest.raises(errors.ColdObjectError):
         store.load("gpt@1")
     again = store.thaw("gpt@1", wait=True)
     assert again.ready
@@ -250,7 +242,7 @@ def test_thaw_of_weights_asks_only_for_packs_that_hold_them(store: Store, shelf:
     assert report.packs.count == 1
     loaded = store.load("gpt@5", include=["model"])
     assert torch.equal(loaded["model"]["w"], state["model"]["w"])
-    with pytest.raises(ColdObjectError):
+    with pytest.raises(errors.ColdObjectError):
         store.load("gpt@5")
 
 
@@ -282,7 +274,7 @@ def test_a_load_of_a_cold_version_names_the_command(store: Store) -> None:
     _three(store)
     store.archive(["gpt@1"], storage_class="GLACIER")
     found = store.resolve("gpt@1").id[:12]
-    with pytest.raises(ColdObjectError) as caught:
+    with pytest.raises(errors.ColdObjectError) as caught:
         store.load("gpt@1", include=["model.*"])
     command = f"ckptstore thaw {found} --include 'model.*' --store {store.url}"
     assert command in caught.value.hint
@@ -293,7 +285,7 @@ def test_a_load_of_a_cold_version_names_the_command(store: Store) -> None:
         lambda: store.version("gpt@1")["model.w"].load(),
         lambda: store.load_into("gpt@1", {"model": {"w": torch.zeros(50_000)}}),
     ):
-        with pytest.raises(ColdObjectError, match="must be thawed first") as caught:
+        with pytest.raises(errors.ColdObjectError, match="must be thawed first") as caught:
             read()
         assert f"ckptstore thaw {found} " in caught.value.hint
         assert store.url in caught.value.hint
@@ -334,7 +326,7 @@ def test_a_restore_that_ends_too_early_is_told(store: Store, shelf: Shelf, clock
 
     shelf.after = 2
     clock.sleep = lapse  # type: ignore[method-assign,assignment]
-    with pytest.raises(StorageError, match="again and again"):
+    with pytest.raises(errors.StorageError, match="again and again"):
         store.thaw("gpt@1", wait=True)
 
 
@@ -343,7 +335,7 @@ def test_thaw_refuses_what_cannot_be(store: Store, shelf: Shelf) -> None:
     _three(store)
     store.archive(["gpt@1"], storage_class="DEEP_ARCHIVE")
     for wrong in ({"days": 0}, {"roles": ["nobody"]}, {"poll_s": 0.0}, {"tier": "Expedited"}):
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             store.thaw("gpt@1", **wrong)
     assert not shelf.asked
     dry = store.thaw("gpt@1", dry_run=True)
@@ -351,7 +343,7 @@ def test_thaw_refuses_what_cannot_be(store: Store, shelf: Shelf) -> None:
     assert dry.requested.count > 0
     assert not shelf.asked
     store.repo.backend.delete(next(iter(_packs(store, "gpt@1"))))
-    with pytest.raises(ObjectNotFoundError, match="gpt@1"):
+    with pytest.raises(errors.ObjectNotFoundError, match="gpt@1"):
         store.thaw("gpt@1")
 
 
@@ -375,7 +367,7 @@ def test_what_is_cold_is_not_called_sound(store: Store) -> None:
     """Nothing is taken for the newest sound version of which nobody has read the bytes."""
     _three(store)
     store.archive(["gpt@3"], storage_class="GLACIER")
-    with pytest.raises(ColdObjectError, match="cannot be checked") as caught:
+    with pytest.raises(errors.ColdObjectError, match="cannot be checked") as caught:
         store.run("gpt").latest_valid()
     assert "ckptstore thaw" in caught.value.hint
     store.thaw("gpt@3", wait=True)
@@ -414,7 +406,7 @@ def test_replication_from_cold_versions_fails_for_each(store: Store, shelf: Shel
         report = store.replicate(other)
         assert len(report.copied) == 2
         (failure,) = report.failures
-        with pytest.raises(ColdObjectError, match="gpt@1 lies in an archive class"):
+        with pytest.raises(errors.ColdObjectError, match="gpt@1 lies in an archive class"):
             store.fork("gpt@1", "there", store=other)
         assert (failure.kind, report.exit_code) == ("storage_cold", 8)
         found = store.resolve("gpt@1").id
@@ -468,7 +460,7 @@ def test_a_cold_version_is_read_from_a_replica_that_is_not(
     with ckptstore.open(tmp_path / "replica") as near:
         (pack,) = _packs(near, "gpt@1")
         near.repo.backend.delete(pack)
-    with pytest.raises(ColdObjectError) as caught:
+    with pytest.raises(errors.ColdObjectError) as caught:
         store.load("gpt@1")
     assert f"ckptstore thaw {store.resolve('gpt@1').id[:12]}" in caught.value.hint
 
@@ -482,7 +474,7 @@ def test_an_encrypted_store_gets_cold_and_comes_back(shelf: Shelf, clock: Clock)
     with Store(repo) as store:
         _three(store)
         assert store.archive(["gpt@1"], storage_class="GLACIER").moved.count == 1
-        with pytest.raises(ColdObjectError):
+        with pytest.raises(errors.ColdObjectError):
             store.load("gpt@1")
         report = store.verify()
         assert report.ok

@@ -97,12 +97,9 @@ WHOLE = {
 }
 TURNED = WHOLE["columns"].t().clone()  # in memory of its own, still column by column
 CUTS: dict[str, Cuts] = {
-    "rows": [[100, 101, 250], []],
-    "columns": [[], [7, 200]],
-    "tiles": [[50], [60, 100], [4]],
-    "small": [[2], [3]],
-    "wide": [[1], [10_000, 30_001]],
-}
+    "rows": [[100, 101, 250], []], "columns": [[], [7, 200]], "tiles": [[50], [60, 100], [4]],
+    "small": [[2], [3]], "wide": [[1], [10_000, 30_001]],
+}  # fmt: skip
 
 
 def test_everything_reads_a_version_of_parts(store: Store, tmp_path: Path) -> None:
@@ -246,12 +243,9 @@ def test_what_is_not_a_whole_state_is_refused(store: Store) -> None:
     for shards, why in cases:
         with pytest.raises(StateError, match=f"'w'.*{why}|{why}.*'w'"):
             commit_parts(
-                store.repo,
-                [part_of(store, *shards)],
-                {"w": ("w",)},
-                WriteRequest(run="parts", step=0),
-                roles={},
-            )
+                store.repo, [part_of(store, *shards)], {"w": ("w",)},
+                WriteRequest(run="parts", step=0), roles={},
+            )  # fmt: skip
     assert store.log() == []
 
 
@@ -364,13 +358,10 @@ def test_paths_become_nested_containers(leaves: list[Any], node: Any) -> None:  
 @pytest.mark.parametrize(
     "leaves",
     [
-        [(("a",), 1), (("a", "b"), 2)],
-        [(("a", "b"), 1), (("a", 0), 2)],
-        [(("a",), 1), (("a",), 2)],
-        [((0,), 1)],
-        [(("a", -1), 1)],
+        [(("a",), 1), (("a", "b"), 2)], [(("a", "b"), 1), (("a", 0), 2)],
+        [(("a",), 1), (("a",), 2)], [((0,), 1)], [(("a", -1), 1)],
     ],
-)
+)  # fmt: skip
 def test_paths_that_cannot_both_be_are_refused(leaves: list[Any]) -> None:
     """A value where others are held, a dict that is a list, a list without end."""
     with pytest.raises(InvalidInputError):

@@ -39,11 +39,9 @@ class Server:
         """Bytes after which a transfer fails; -1 for none."""
 
     def mlsd(self, _path: str) -> Iterator[Any]:
-        """Refuse."""
         raise _reply("error_perm", "500 unknown command")
 
     def dir(self, path: str, callback: Callable[[str], None]) -> None:
-        """List as ``ls -l``."""
         path = path.rstrip("/")
         if reply := self.list_fails.get(path):
             raise _reply("error_temp", reply)
@@ -57,11 +55,9 @@ class Server:
                 callback(f"{kind}rw-r--r-- 1 u g {size} Nov 23 07:55 {base}")
 
     def voidcmd(self, _command: str) -> str:
-        """Agree."""
         return "200 ok"
 
     def size(self, path: str) -> int:
-        """Tell a size, if this server does."""
         if not self.sizes:
             raise _reply("error_perm", "502 not implemented")
         if path not in self.files:
@@ -69,7 +65,6 @@ class Server:
         return len(self.files[path])
 
     def transfercmd(self, command: str, rest: int | None = None) -> socket.socket:
-        """Send a file, or its beginning."""
         path = command.removeprefix("RETR ")
         if path not in self.files:
             raise _reply("error_perm", "550 no such file")
@@ -80,28 +75,23 @@ class Server:
         return ours
 
     def voidresp(self) -> str:
-        """End a transfer."""
         if self.cut >= 0:
             raise _reply("error_temp", "426 aborted")
         return "226 done"
 
     def storbinary(self, command: str, file: BinaryIO) -> None:
-        """Receive a file."""
         path = command.removeprefix("STOR ")
         if path.rpartition("/")[0] not in self.folders:
             raise _reply("error_perm", "553 no such folder")
         self.files[path] = file.read()
 
     def rename(self, old: str, new: str) -> None:
-        """Replace, as most servers do."""
         self.files[new] = self.files.pop(old)
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         del self.files[path]
 
     def mkd(self, path: str) -> None:
-        """Make a folder."""
         self.folders.add(path)
 
     def close(self) -> None:
@@ -184,39 +174,31 @@ class Fs:
         )
 
     def pipe_file(self, path: str, data: bytes) -> None:
-        """Write."""
         self.files[path] = data
 
     def putfo(self, file: BinaryIO, path: str) -> None:
-        """Write."""
         self.files[path] = file.read()
 
     def move(self, old: str, new: str, *, overwrite: bool) -> None:
-        """Rename, replacing only on request."""
         if overwrite:
             self.files.pop(new, None)
         self.rename(old, new)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename to a free name."""
         if new in self.files:
             raise self.failure
         self.files[new] = self.files.pop(old)
 
     def posix_rename(self, old: str, new: str) -> None:
-        """Replace."""
         self.files[new] = self.files.pop(old)
 
     def exists(self, path: str) -> bool:
-        """Look."""
         return path in self.files
 
     def rm_file(self, path: str) -> None:
-        """Remove."""
         del self.files[path]
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Read."""
         return self.files[path][start:end]
 
 
@@ -227,7 +209,6 @@ class Shared(SshFs):
         getattr(fs, name)(temp, path)
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:  # noqa: ANN401
-        """Read from the fake."""
         return bytes(fs.cat_file(path, start, end))
 
 
@@ -235,7 +216,6 @@ class Paramiko(Sftp):
     """Reads from the fake in place of a channel."""
 
     def read(self, fs: Any, path: str, start: int, end: int) -> bytes:  # noqa: ANN401
-        """Read from the fake."""
         return bytes(fs.cat_file(path, start, end))
 
 

@@ -23,6 +23,7 @@ import urllib3.exceptions
 from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.memory import MemoryFileSystem
 
+from ckptstore import errors
 from ckptstore.backends.azure import open_azure
 from ckptstore.backends.base import Backend
 from ckptstore.backends.fsspec_backend import Lender, open_fsspec
@@ -33,21 +34,6 @@ from ckptstore.backends.s3 import open_s3
 from ckptstore.backends.s3_calls import S3Calls
 from ckptstore.backends.s3_direct import DirectCalls
 from ckptstore.backends.s3_fsspec import S3fsCalls
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    ColdObjectError,
-    CorruptObjectError,
-    InvalidUrlError,
-    MissingDependencyError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 from ckptstore.repo import open_on
 
 
@@ -131,7 +117,6 @@ class Broken:
         raise self._error
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite") -> None:
-        """Fail where a mode is taken."""
         raise self._error
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -195,7 +180,7 @@ def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
         if absent and operation in {"list", "delete"}:
             OPERATIONS[operation](backend)
             continue
-        with pytest.raises(CkptStoreError) as caught:
+        with pytest.raises(errors.CkptStoreError) as caught:
             OPERATIONS[operation](backend)
         cause = caught.value.__cause__
         assert error in {cause, getattr(cause, "__cause__", None)}
@@ -206,24 +191,16 @@ def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
 def test_no_false_answer_to_a_create(kind: str) -> None:
     """Only the storage's own word says "exists"; silence is never called a plain failure."""
     silent = (
-        boto.ReadTimeoutError,
-        boto.ConnectionClosedError,
-        aiohttp.ClientPayloadError,
-        aiohttp.ServerDisconnectedError,
-        azure.ServiceResponseError,
-        azure.IncompleteReadError,
-        FSTimeoutError,
-        asyncio.TimeoutError,
-        ConnectionResetError,
-        EOFError,
-        RuntimeError,
-    )
+        boto.ReadTimeoutError, boto.ConnectionClosedError, aiohttp.ClientPayloadError,
+        aiohttp.ServerDisconnectedError, azure.ServiceResponseError, azure.IncompleteReadError,
+        FSTimeoutError, asyncio.TimeoutError, ConnectionResetError, EOFError, RuntimeError,
+    )  # fmt: skip
     for error in ERRORS:
-        with pytest.raises(CkptStoreError) as caught:
+        with pytest.raises(errors.CkptStoreError) as caught:
             broken(kind, error).put_if_absent("a", b"x")
         if isinstance(error, silent) and not isinstance(error, NotImplementedError):
-            assert isinstance(caught.value, AmbiguousWriteError), repr(error)
-        if isinstance(caught.value, ObjectExistsError):
+            assert isinstance(caught.value, errors.AmbiguousWriteError), repr(error)
+        if isinstance(caught.value, errors.ObjectExistsError):
             assert kind == "fsspec"
             assert isinstance(error, FileExistsError)
 
@@ -267,27 +244,27 @@ def _caused(cause: Exception) -> OSError:
 @pytest.mark.parametrize(
     ("error", "expected", "said", "hint"),
     [
-        (Answered(403, Code.AUTHENTICATION_FAILED), StoragePermissionError,
+        (Answered(403, Code.AUTHENTICATION_FAILED), errors.StoragePermissionError,
          "HTTP 403 AuthenticationFailed", "credentials"),
-        (Answered(404, "ContainerNotFound"), StorageError, "ContainerNotFound", "create"),
-        (Answered(404, "BlobNotFound"), ObjectNotFoundError, "HTTP 404 BlobNotFound", ""),
-        (Answered(416, "InvalidRange"), CorruptObjectError, "HTTP 416", ""),
-        (Answered(503, "ServerBusy"), TransientStorageError, "HTTP 503 ServerBusy", ""),
-        (Answered(507), StorageFullError, "HTTP 507", "quota"),
-        (OfRequests(401), StoragePermissionError, "HTTP 401", "credentials"),
-        (_aiohttp_error(403), StoragePermissionError, "HTTP 403", "credentials"),
-        (_caused(Answered(403, "AuthorizationFailure")), StoragePermissionError,
+        (Answered(404, "ContainerNotFound"), errors.StorageError, "ContainerNotFound", "create"),
+        (Answered(404, "BlobNotFound"), errors.ObjectNotFoundError, "HTTP 404 BlobNotFound", ""),
+        (Answered(416, "InvalidRange"), errors.CorruptObjectError, "HTTP 416", ""),
+        (Answered(503, "ServerBusy"), errors.TransientStorageError, "HTTP 503 ServerBusy", ""),
+        (Answered(507), errors.StorageFullError, "HTTP 507", "quota"),
+        (OfRequests(401), errors.StoragePermissionError, "HTTP 401", "credentials"),
+        (_aiohttp_error(403), errors.StoragePermissionError, "HTTP 403", "credentials"),
+        (_caused(Answered(403, "AuthorizationFailure")), errors.StoragePermissionError,
          "HTTP 403 AuthorizationFailure", "credentials"),
-        (Answered(200), StorageError, "Answered", ""),
-        (Answered(0), StorageError, "Answered", ""),
+        (Answered(200), errors.StorageError, "Answered", ""),
+        (Answered(0), errors.StorageError, "Answered", ""),
     ],
 )  # fmt: skip
 def test_answers_of_other_file_systems(
-    error: Exception, expected: type[CkptStoreError], said: str, hint: str
+    error: Exception, expected: type[errors.CkptStoreError], said: str, hint: str
 ) -> None:
     """Status and code of a library that we do not know decide, and are told with a hint."""
     for operation in ("get", "stat", "list"):
-        with pytest.raises(CkptStoreError) as caught:
+        with pytest.raises(errors.CkptStoreError) as caught:
             OPERATIONS[operation](broken("fsspec", error))
         assert type(caught.value) is expected
         assert said in caught.value.message
@@ -297,21 +274,21 @@ def test_answers_of_other_file_systems(
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
-        (409, "BlobAlreadyExists", ObjectExistsError),
-        (412, "ConditionNotMet", ObjectExistsError),
-        (501, "", UnsafeBackendError),
-        (500, "InternalError", AmbiguousWriteError),
-        (404, "", StorageError),
+        (409, "BlobAlreadyExists", errors.ObjectExistsError),
+        (412, "ConditionNotMet", errors.ObjectExistsError),
+        (501, "", errors.UnsafeBackendError),
+        (500, "InternalError", errors.AmbiguousWriteError),
+        (404, "", errors.StorageError),
     ],
 )
-def test_answers_to_a_create(status: int, code: str, expected: type[CkptStoreError]) -> None:
+def test_answers_to_a_create(status: int, code: str, expected: type[errors.CkptStoreError]) -> None:
     """A name that is taken, a condition that is refused, and silence are told apart by code."""
     with pytest.raises(expected) as caught:
         broken("fsspec", Answered(status, code)).put_if_absent("a", b"x")
     assert type(caught.value) is expected
-    with pytest.raises(StorageError) as plain:
+    with pytest.raises(errors.StorageError) as plain:
         broken("fsspec", Answered(404)).put("a", b"x")
-    assert not isinstance(plain.value, ObjectNotFoundError)
+    assert not isinstance(plain.value, errors.ObjectNotFoundError)
 
 
 class Picky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
@@ -328,20 +305,28 @@ class Picky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
 @pytest.mark.parametrize(
     ("error", "expected", "said"),
     [
-        (ValueError("give connection_string or account_name"), InvalidUrlError, "account_name"),
-        (TypeError("unexpected keyword argument 'acount'"), InvalidUrlError, "'acount'"),
-        (AttributeError("no attribute 'host'"), InvalidUrlError, "'host'"),
-        (ImportError("No module named 'pyarrow'"), MissingDependencyError, "'pyarrow'"),
-        (ConnectionRefusedError("x"), TransientStorageError, "picky://here"),
-        (FileNotFoundError("x"), StorageError, "picky://here"),
-        (Answered(403), StoragePermissionError, "HTTP 403"),
-        (ValueError(f"bad {SECRET} in AccountKey={SECRET};x"), InvalidUrlError, "bad *** in"),
-        (ImportError(f"no {SECRET!r}"), MissingDependencyError, "no '***'"),
+        (
+            ValueError("give connection_string or account_name"),
+            errors.InvalidUrlError,
+            "account_name",
+        ),
+        (TypeError("unexpected keyword argument 'acount'"), errors.InvalidUrlError, "'acount'"),
+        (AttributeError("no attribute 'host'"), errors.InvalidUrlError, "'host'"),
+        (ImportError("No module named 'pyarrow'"), errors.MissingDependencyError, "'pyarrow'"),
+        (ConnectionRefusedError("x"), errors.TransientStorageError, "picky://here"),
+        (FileNotFoundError("x"), errors.StorageError, "picky://here"),
+        (Answered(403), errors.StoragePermissionError, "HTTP 403"),
+        (
+            ValueError(f"bad {SECRET} in AccountKey={SECRET};x"),
+            errors.InvalidUrlError,
+            "bad *** in",
+        ),
+        (ImportError(f"no {SECRET!r}"), errors.MissingDependencyError, "no '***'"),
     ],
 )
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_file_system_that_cannot_be_made(
-    operation: str, error: Exception, expected: type[CkptStoreError], said: str
+    operation: str, error: Exception, expected: type[errors.CkptStoreError], said: str
 ) -> None:
     """The library's own sentence is told, without any secret; also where a create is asked for."""
     fsspec.register_implementation("picky", Picky, clobber=True)
@@ -351,7 +336,7 @@ def test_a_file_system_that_cannot_be_made(
         "client": {"headers": ["x", f"Bearer {SECRET}"]},
     }
     backend = open_fsspec("picky://here", **options)
-    with pytest.raises(CkptStoreError) as caught:
+    with pytest.raises(errors.CkptStoreError) as caught:
         OPERATIONS[operation](backend)
     assert type(caught.value) is expected
     assert said in str(caught.value)
@@ -366,13 +351,13 @@ def test_a_server_that_is_down_is_no_empty_place() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/store"
         backend = open_fsspec(url)
-        with pytest.raises(StorageError):
+        with pytest.raises(errors.StorageError):
             list(backend.list(""))
-        with pytest.raises(StorageError) as caught:
+        with pytest.raises(errors.StorageError) as caught:
             open_on(backend)
         backend.close()
 
-    assert not isinstance(caught.value, ObjectNotFoundError)
+    assert not isinstance(caught.value, errors.ObjectNotFoundError)
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
@@ -391,28 +376,28 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     backend._client = PerProcess(Lender, lambda: (fs, root), System())
     assert [info.key for info in backend.list("")] == ["a/b", "c/d"]
     fs.ls = ls
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         list(backend.list(""))
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (boto.NoCredentialsError(), StoragePermissionError),
-        (client_error(403, "AccessDenied"), StoragePermissionError),
-        (client_error(400, "ExpiredToken"), StoragePermissionError),
-        (client_error(404, "NoSuchKey"), ObjectNotFoundError),
-        (client_error(404, "NoSuchBucket"), StorageError),
-        (client_error(403, "InvalidObjectState"), ColdObjectError),
-        (client_error(403, "ObjectNotInActiveTierError"), ColdObjectError),
-        (client_error(400, "BadDigest"), TransientStorageError),
-        (client_error(400, "RequestTimeout"), TransientStorageError),
-        (client_error(301, "PermanentRedirect"), StorageError),
-        (boto.ParamValidationError(report="x"), StorageError),
-        (boto.ReadTimeoutError(endpoint_url="x"), TransientStorageError),
+        (boto.NoCredentialsError(), errors.StoragePermissionError),
+        (client_error(403, "AccessDenied"), errors.StoragePermissionError),
+        (client_error(400, "ExpiredToken"), errors.StoragePermissionError),
+        (client_error(404, "NoSuchKey"), errors.ObjectNotFoundError),
+        (client_error(404, "NoSuchBucket"), errors.StorageError),
+        (client_error(403, "InvalidObjectState"), errors.ColdObjectError),
+        (client_error(403, "ObjectNotInActiveTierError"), errors.ColdObjectError),
+        (client_error(400, "BadDigest"), errors.TransientStorageError),
+        (client_error(400, "RequestTimeout"), errors.TransientStorageError),
+        (client_error(301, "PermanentRedirect"), errors.StorageError),
+        (boto.ParamValidationError(report="x"), errors.StorageError),
+        (boto.ReadTimeoutError(endpoint_url="x"), errors.TransientStorageError),
     ],
 )
-def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
+def test_s3_codes(error: Exception, expected: type[errors.CkptStoreError]) -> None:
     """Codes and statuses of S3 become exactly these errors on a read."""
     for kind in ("s3", "s3fs"):
         with pytest.raises(expected) as caught:
@@ -420,7 +405,7 @@ def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
         assert type(caught.value) is expected
     wrapped = OSError("as s3fs wraps it")
     wrapped.__cause__ = error
-    with pytest.raises(expected if isinstance(error, boto.ClientError) else CkptStoreError):
+    with pytest.raises(expected if isinstance(error, boto.ClientError) else errors.CkptStoreError):
         broken("s3fs", wrapped).get("a", bytes_max=1)
 
 
@@ -428,7 +413,7 @@ def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
 def test_an_option_that_s3_does_not_know_is_named(kind: str) -> None:
     """Its name alone: the rest of what the library says may hold a secret."""
     error = TypeError(f"made({SECRET}) got an unexpected keyword argument 'endpoint_ulr'")
-    with pytest.raises(StorageError, match="no option is called 'endpoint_ulr'") as caught:
+    with pytest.raises(errors.StorageError, match="no option is called 'endpoint_ulr'") as caught:
         broken(kind, error).get("a", bytes_max=1)
     assert SECRET not in str(caught.value)
     assert "requests" in caught.value.hint

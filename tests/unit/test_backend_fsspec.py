@@ -50,13 +50,11 @@ class Metered(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
     entries = 0
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:  # noqa: ANN401
-        """List a folder."""
         found = super().ls(path, detail=detail, **options)
         type(self).entries += len(found)
         return found
 
     def find(self, path: str, **options: Any) -> Any:  # noqa: ANN401
-        """Count as one listing."""
         found = super().find(path, **options)
         type(self).entries += len(found)
         return found
@@ -106,13 +104,11 @@ class Timed(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
     times: ClassVar[dict[str, object]] = {}
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:  # noqa: ANN401
-        """List a folder."""
         found = super().ls(path, detail=True, **options)
         bare = [{key: row[key] for key in ("name", "size", "type")} for row in found]
         return [row | self.times for row in bare] if detail else [row["name"] for row in bare]
 
     def info(self, path: str, **options: Any) -> Any:  # noqa: ANN401
-        """Describe a file."""
         found = super().info(path, **options)
         return {key: found[key] for key in ("name", "size", "type")} | self.times
 
@@ -160,7 +156,6 @@ class Rivalled(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
         super().pipe_file(path, value, mode=mode)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
         super().makedirs(path, exist_ok=exist_ok)
         super().pipe_file(f"{path}/1", b"rival", mode="create")
 
@@ -267,15 +262,12 @@ class Fragile(System):
         self.broken = False
 
     def opened(self, fs: Any, root: str) -> None:  # noqa: ANN401
-        """Count."""
         self.made += 1
 
     def close(self, fs: Any) -> None:  # noqa: ANN401
-        """Count."""
         self.closed += 1
 
     def lost(self, fs: Any) -> bool:  # noqa: ANN401
-        """Say so."""
         return self.broken
 
     def info(self, fs: Any, path: str) -> dict[str, Any]:  # noqa: ANN401

@@ -7,12 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends import posix, posix_publish
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.posix import PosixBackend, open_posix
@@ -20,18 +21,6 @@ from ckptstore.backends.posix_settings import SETTINGS
 from ckptstore.backends.probe import probe
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import Options, SystemEnvironment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    InvalidUrlError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageFullError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsafeBackendError,
-)
 from ckptstore.repo import create_on
 from ckptstore.store import Store
 
@@ -47,7 +36,6 @@ class Patient(SystemEnvironment):
         self.slept: list[float] = []
 
     def sleep(self, seconds: float) -> None:
-        """Remember."""
         self.slept.append(seconds)
 
 
@@ -90,6 +78,29 @@ def fail(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, after: bool
 def names(folder: Path) -> list[str]:
     """Return what lies in a folder, hidden files included."""
     return sorted(path.name for path in folder.iterdir())
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A folder, the backend on it, and what makes system calls fail."""
+
+    path: Path
+    backend: PosixBackend
+    patch: pytest.MonkeyPatch
+
+    def fail(self, name: str, number: int) -> None:
+        """Let every call of one system call fail."""
+        fail(self.patch, name, number)
+
+    def names(self) -> list[str]:
+        """Return what lies in the folder."""
+        return names(self.path)
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """Return a new folder with a backend."""
+    return Disk(tmp_path, open_posix(str(tmp_path)), monkeypatch)
 
 
 def write_by(backend: PosixBackend, method: str, key: str, data: bytes) -> None:
@@ -152,15 +163,15 @@ def synced(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
-def test_order_of_syncs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_syncs(method: str, disk: Disk) -> None:
     """Each name is durable before what lies below it, the content before its name, then the name.
 
     Folders on the way to a new root too; one that another process has made as well, as that one may
     have died before it came to it.
     """
-    backend = open_posix(str(tmp_path / "new" / "root"))
-    with monkeypatch.context() as patch:
-        calls = record(patch, tmp_path)
+    backend = open_posix(str(disk.path / "new" / "root"))
+    with disk.patch.context() as patch:
+        calls = record(patch, disk.path)
         write_by(backend, method, "a/b/first", b"data")
         assert calls == [
             "mkdir new", *synced("."), "mkdir new/root", *synced("new"),
@@ -173,30 +184,28 @@ def test_order_of_syncs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert calls == [
             "write FILE", "fsync FILE", "link new/root/a/b/second", *synced("new/root/a/b"),
         ]  # fmt: skip
-        (tmp_path / "new" / "root" / "others").mkdir()
+        (disk.path / "new" / "root" / "others").mkdir()
         calls.clear()
         write_by(backend, method, "others/one", b"data")
         assert calls[:4] == ["mkdir new/root/others", *synced("new/root")]
 
 
 @pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
-def test_every_system_call_failing(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_system_call_failing(method: str, disk: Disk) -> None:
     """Whichever call fails: an error of our tree or success, never half an object."""
-    with monkeypatch.context() as patch:
+    with disk.patch.context() as patch:
         counted = Calls(patch)
-        write_by(open_posix(str(tmp_path / "count")), method, "a/b", b"data")
+        write_by(open_posix(str(disk.path / "count")), method, "a/b", b"data")
     assert counted.seen > 10
     raised = set()
     for at in range(1, counted.seen + 1):
-        root = tmp_path / str(at)
-        with monkeypatch.context() as patch:
+        root = disk.path / str(at)
+        with disk.patch.context() as patch:
             calls = Calls(patch, at, errno.EIO)
             try:
                 write_by(open_posix(str(root)), method, "a/b", b"data")
                 told = True
-            except StorageError:
+            except errors.StorageError:
                 raised.add(calls.name)
                 told = False
         path = root / "a" / "b"
@@ -209,130 +218,114 @@ def test_every_system_call_failing(
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.ENOSPC, StorageFullError),
-        (errno.EDQUOT, StorageFullError),
-        (errno.EACCES, StoragePermissionError),
-        (errno.EROFS, StoragePermissionError),
-        (errno.EIO, StorageError),
-        (errno.ETIMEDOUT, TransientStorageError),
-        (errno.ESTALE, TransientStorageError),
-        (errno.EAGAIN, TransientStorageError),
-        (errno.ENAMETOOLONG, InvalidUrlError),
-        (errno.ENOENT, StorageError),
+        (errno.ENOSPC, errors.StorageFullError),
+        (errno.EDQUOT, errors.StorageFullError),
+        (errno.EACCES, errors.StoragePermissionError),
+        (errno.EROFS, errors.StoragePermissionError),
+        (errno.EIO, errors.StorageError),
+        (errno.ETIMEDOUT, errors.TransientStorageError),
+        (errno.ESTALE, errors.TransientStorageError),
+        (errno.EAGAIN, errors.TransientStorageError),
+        (errno.ENAMETOOLONG, errors.InvalidUrlError),
+        (errno.ENOENT, errors.StorageError),
     ],
 )
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
 def test_numbers_are_typed(
-    call: str,
-    number: int,
-    expected: type[CkptStoreError],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: str, number: int, expected: type[errors.CkptStoreError], disk: Disk
 ) -> None:
     """Each error number becomes one error of the tree, and no temporary file stays behind."""
-    backend = open_posix(str(tmp_path))
-    backend.put("warm", b"")
-    with monkeypatch.context() as patch:
+    disk.backend.put("warm", b"")
+    with disk.patch.context() as patch:
         fail(patch, call, number)
         with pytest.raises(expected) as caught:
-            backend.put_if_absent("a", b"x")
+            disk.backend.put_if_absent("a", b"x")
     assert type(caught.value) is expected
-    assert names(tmp_path) == ["warm"]
+    assert disk.names() == ["warm"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.ESTALE])
-def test_lost_reply_of_link(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_reply_of_link(number: int, disk: Disk) -> None:
     """A link that was made is a success, whatever its reply: the link count tells."""
-    backend = open_posix(str(tmp_path))
-    with monkeypatch.context() as patch:
+    with disk.patch.context() as patch:
         fail(patch, "link", number, after=True)
-        backend.put_if_absent("a", b"mine")
-    assert (tmp_path / "a").read_bytes() == b"mine"
-    assert names(tmp_path) == ["a"]
+        disk.backend.put_if_absent("a", b"mine")
+    assert (disk.path / "a").read_bytes() == b"mine"
+    assert disk.names() == ["a"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
-def test_link_that_was_not_made(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_link_that_was_not_made(number: int, disk: Disk) -> None:
     """A link that failed, and cannot come late since its source is gone, is no ambiguity."""
-    backend = open_posix(str(tmp_path))
-    fail(monkeypatch, "link", number)
-    with pytest.raises(StorageError) as caught:
-        backend.put_if_absent("a", b"mine")
-    assert not isinstance(caught.value, AmbiguousWriteError)
-    assert names(tmp_path) == []
+    disk.fail("link", number)
+    with pytest.raises(errors.StorageError) as caught:
+        disk.backend.put_if_absent("a", b"mine")
+    assert not isinstance(caught.value, errors.AmbiguousWriteError)
+    assert disk.names() == []
 
 
-def test_link_of_unknown_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_of_unknown_outcome(disk: Disk) -> None:
     """When the temporary file cannot be looked at either, the outcome is ambiguous."""
-    backend = open_posix(str(tmp_path))
     real = os.link
 
     def link(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         real(*args, **kwargs)
-        fail(monkeypatch, "open", errno.EIO)
+        disk.fail("open", errno.EIO)
         raise OSError(errno.EIO, "lost")
 
-    monkeypatch.setattr(os, "link", link)
-    with pytest.raises(AmbiguousWriteError):
-        backend.put_if_absent("a", b"mine")
+    disk.patch.setattr(os, "link", link)
+    with pytest.raises(errors.AmbiguousWriteError):
+        disk.backend.put_if_absent("a", b"mine")
 
 
-def test_late_link_over_taken_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_link_over_taken_name(disk: Disk) -> None:
     """A failed link beside a name that somebody took meanwhile is ambiguous, not a success."""
-    backend = open_posix(str(tmp_path))
 
     def link(*_: object, **__: object) -> None:
-        (tmp_path / "a").write_bytes(b"theirs")
+        (disk.path / "a").write_bytes(b"theirs")
         raise OSError(errno.EIO, "lost")
 
-    monkeypatch.setattr(os, "link", link)
-    with pytest.raises((AmbiguousWriteError, ObjectExistsError)):
-        backend.put_if_absent("a", b"mine")
-    assert (tmp_path / "a").read_bytes() == b"theirs"
+    disk.patch.setattr(os, "link", link)
+    with pytest.raises((errors.AmbiguousWriteError, errors.ObjectExistsError)):
+        disk.backend.put_if_absent("a", b"mine")
+    assert (disk.path / "a").read_bytes() == b"theirs"
 
 
 NO_LINKS = pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 
 
 @NO_LINKS
-def test_a_disk_without_links_creates_names_by_the_kernels_rename(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_links_creates_names_by_the_kernels_rename(number: int, disk: Disk) -> None:
     """On such a disk RENAME_NOREPLACE lets one creator win, and keeps what is there."""
-    backend = open_posix(str(tmp_path))
-    backend.fs_type = "vfat"
-    fail(monkeypatch, "link", number)
-    backend.put_if_absent("a", b"first")
-    with pytest.raises(ObjectExistsError):
-        backend.put_if_absent("a", b"second")
-    assert backend.get("a", bytes_max=9) == b"first"
-    assert probe(backend).passed
-    assert names(tmp_path) == ["a", "probe"]
+    disk.backend.fs_type = "vfat"
+    disk.fail("link", number)
+    disk.backend.put_if_absent("a", b"first")
+    with pytest.raises(errors.ObjectExistsError):
+        disk.backend.put_if_absent("a", b"second")
+    assert disk.backend.get("a", bytes_max=9) == b"first"
+    assert probe(disk.backend).passed
+    assert disk.names() == ["a", "probe"]
 
 
 @pytest.mark.short(sample=4)
 @NO_LINKS
 @pytest.mark.parametrize("kind", ["", "vfat", "nfs", "parallel"])
-def test_a_single_writer_needs_neither_links_nor_flags(
-    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_writer_needs_neither_links_nor_flags(kind: str, number: int, disk: Disk) -> None:
     """Names are created by looking and renaming, but never for a claim against other writers.
 
     Where other machines may mount the same files, this kernel's rename knows nothing of theirs.
     """
-    backend = open_posix(str(tmp_path), kind="" if kind == "vfat" else kind)
-    fail(monkeypatch, "link", number)
+    backend = open_posix(str(disk.path), kind="" if kind == "vfat" else kind)
+    disk.fail("link", number)
     if kind == "vfat":
         backend.fs_type = kind
-        monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        disk.patch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"mine")
-    assert names(tmp_path) == []
+    assert disk.names() == []
     backend.put("a", b"mine")
     backend.put("a", b"mine")
-    with pytest.raises(ObjectExistsError):
+    with pytest.raises(errors.ObjectExistsError):
         backend.put("a", b"other")
     with backend.open_writer("b") as writer:
         writer.write(b"streamed")
@@ -346,33 +339,29 @@ def test_a_single_writer_needs_neither_links_nor_flags(
         assert store.load("r@1") == {"w": b"1"}
 
 
-def test_only_on_mounts_of_rclone_eio_means_no_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_on_mounts_of_rclone_eio_means_no_links(disk: Disk) -> None:
     """Its mount has no other answer; anywhere else it is a failure, after which none is guessed."""
-    fail(monkeypatch, "link", errno.EIO)
-    backend = open_posix(str(tmp_path), kind="parallel")
-    with pytest.raises(StorageError, match="EIO"):
+    disk.fail("link", errno.EIO)
+    backend = open_posix(str(disk.path), kind="parallel")
+    with pytest.raises(errors.StorageError, match="EIO"):
         backend.put("a", b"mine")
-    assert names(tmp_path) == []
+    assert disk.names() == []
     backend.fs_type = "fuse.rclone"
     backend.put("a", b"mine")
     with backend.open_writer("b") as writer:
         writer.write(b"streamed")
         writer.commit()
-    assert names(tmp_path) == ["a", "b"]
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    assert disk.names() == ["a", "b"]
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("c", b"mine")
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
-def test_a_rename_that_fails_is_told_from_one_that_was_done(
-    done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_that_fails_is_told_from_one_that_was_done(done: bool, disk: Disk) -> None:
     """An error with the temporary file gone is no clear answer; else nothing was created."""
-    backend = open_posix(str(tmp_path), kind="parallel")
-    fail(monkeypatch, "link", errno.EPERM)
-    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
+    backend = open_posix(str(disk.path), kind="parallel")
+    disk.fail("link", errno.EPERM)
+    disk.patch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.EINVAL)
     rename = os.rename
 
     def failing(source: str, target: str) -> None:
@@ -380,67 +369,60 @@ def test_a_rename_that_fails_is_told_from_one_that_was_done(
             rename(source, target)
         raise OSError(errno.EIO, "lost")
 
-    monkeypatch.setattr(os, "rename", failing)
-    with pytest.raises(AmbiguousWriteError if done else StorageError) as caught:
+    disk.patch.setattr(os, "rename", failing)
+    with pytest.raises(errors.AmbiguousWriteError if done else errors.StorageError) as caught:
         backend.put("a", b"mine")
-    assert done or not isinstance(caught.value, AmbiguousWriteError)
-    assert names(tmp_path) == (["a"] if done else [])
+    assert done or not isinstance(caught.value, errors.AmbiguousWriteError)
+    assert disk.names() == (["a"] if done else [])
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["removed", "cannot be removed"])
-def test_a_mount_that_cannot_rename_names_the_buckets_url(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_that_cannot_rename_names_the_buckets_url(kept: bool, disk: Disk) -> None:
     """Mountpoint for S3 neither links nor renames, and deletes only on demand: the hint helps."""
-    backend = open_posix(str(tmp_path), kind="parallel")
+    backend = open_posix(str(disk.path), kind="parallel")
     for name in ("link", "rename", *(["unlink"] if kept else [])):
-        fail(monkeypatch, name, errno.ENOSYS)
-    monkeypatch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.ENOSYS)
-    with pytest.raises(AmbiguousWriteError if kept else StorageError) as caught:
+        disk.fail(name, errno.ENOSYS)
+    disk.patch.setattr(posix_publish, "_rename_if_absent", lambda *_: errno.ENOSYS)
+    with pytest.raises(errors.AmbiguousWriteError if kept else errors.StorageError) as caught:
         backend.put("a", b"mine")
     assert "s3://" in caught.value.hint
-    assert "a" not in names(tmp_path)
-    with pytest.raises(UnsafeBackendError) as refused:
+    assert "a" not in disk.names()
+    with pytest.raises(errors.UnsafeBackendError) as refused:
         backend.put_if_absent("a", b"mine")
     assert "s3://" in refused.value.hint
     backend.fs_type = "fuse.mountpoint-s3"
-    with pytest.raises(StorageError, match="cannot hold a store") as unusable:
+    with pytest.raises(errors.StorageError, match="cannot hold a store") as unusable:
         create_on(backend, options=Options(single_writer=True))
     assert "s3://" in unusable.value.hint
 
 
-def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_name_is_no_lack_of_links(disk: Disk) -> None:
     """Sshfs answers EPERM to ``link()`` on a taken name; on a free one it tells that none work."""
-    backend = open_posix(str(tmp_path), kind="parallel")
+    backend = open_posix(str(disk.path), kind="parallel")
     backend.put_if_absent("a", b"first")
-    fail(monkeypatch, "link", errno.EPERM)
-    with pytest.raises(ObjectExistsError):
+    disk.fail("link", errno.EPERM)
+    with pytest.raises(errors.ObjectExistsError):
         backend.put_if_absent("a", b"second")
     backend.put("a", b"first")
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("b", b"second")
-    assert names(tmp_path) == ["a"]
+    assert disk.names() == ["a"]
     assert backend.get("a", bytes_max=9) == b"first"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
-def test_other_answers_tell_of_links_alone(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_answers_tell_of_links_alone(number: int, disk: Disk) -> None:
     """Codes that say that the call is not served say nothing of the name."""
-    backend = open_posix(str(tmp_path), kind="parallel")
+    backend = open_posix(str(disk.path), kind="parallel")
     backend.put_if_absent("a", b"first")
-    fail(monkeypatch, "link", number)
-    with pytest.raises(UnsafeBackendError, match="no hard links"):
+    disk.fail("link", number)
+    with pytest.raises(errors.UnsafeBackendError, match="no hard links"):
         backend.put_if_absent("a", b"second")
 
 
-def test_folder_that_cannot_be_synced_is_no_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_synced_is_no_success(disk: Disk) -> None:
     """An object whose name is perhaps not durable is not reported as written."""
-    backend = open_posix(str(tmp_path))
-    backend.put("warm", b"")
+    disk.backend.put("warm", b"")
     real, count = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
@@ -450,53 +432,50 @@ def test_folder_that_cannot_be_synced_is_no_success(
             raise OSError(errno.EIO, "folder")
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StorageError, match="folder could not be synced"):
-        backend.put_if_absent("a", b"mine")
+    disk.patch.setattr(os, "fsync", fsync)
+    with pytest.raises(errors.StorageError, match="folder could not be synced"):
+        disk.backend.put_if_absent("a", b"mine")
 
 
-def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes(disk: Disk) -> None:
     """System calls that write less than they were given are continued."""
     write, writev = os.write, os.writev
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
-    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [parts[0][:5]]))
-    backend = open_posix(str(tmp_path))
+    disk.patch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    disk.patch.setattr(os, "writev", lambda fd, parts: writev(fd, [parts[0][:5]]))
     data = bytes(range(100))
-    backend.put("a", data)
-    write_by(backend, "open_writer", "b", data)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == data
+    disk.backend.put("a", data)
+    write_by(disk.backend, "open_writer", "b", data)
+    assert (disk.path / "a").read_bytes() == (disk.path / "b").read_bytes() == data
 
 
-def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads(disk: Disk) -> None:
     """System calls that read less than they were asked for are continued."""
-    backend = open_posix(str(tmp_path))
-    backend.put("a", bytes(range(100)))
+    disk.backend.put("a", bytes(range(100)))
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at))
+    disk.patch.setattr(os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at))
     parts = [memoryview(bytearray(size)) for size in (10, 5, 20)]
-    backend.read_into("a", 4, parts)
+    disk.backend.read_into("a", 4, parts)
     assert b"".join(parts) == bytes(range(4, 39))
 
 
-def test_wrong_length_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_length_is_noticed(disk: Disk) -> None:
     """A file that does not have the bytes that were written never gets its name."""
-    backend = open_posix(str(tmp_path))
-    backend.put("warm", b"")
+    disk.backend.put("warm", b"")
     real = os.write
 
     def write(descriptor: int, data: memoryview) -> int:
         return real(descriptor, data[:-1]) + 1
 
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(StorageError, match="bytes are in the file"):
-        backend.put_if_absent("a", b"mine")
-    assert names(tmp_path) == ["warm"]
+    disk.patch.setattr(os, "write", write)
+    with pytest.raises(errors.StorageError, match="bytes are in the file"):
+        disk.backend.put_if_absent("a", b"mine")
+    assert disk.names() == ["warm"]
 
 
-def test_stale_handles_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_handles_are_opened_again(disk: Disk) -> None:
     """ESTALE, on opening and on reading, is tried again a few times, and then given up."""
     patient = Patient()
-    backend = PosixBackend(str(tmp_path), settings=SETTINGS["nfs"], environment=patient)
+    backend = PosixBackend(str(disk.path), settings=SETTINGS["nfs"], environment=patient)
     backend.put("a", b"data")
     real, left = os.preadv, 3
 
@@ -507,19 +486,19 @@ def test_stale_handles_are_opened_again(tmp_path: Path, monkeypatch: pytest.Monk
             raise OSError(errno.ESTALE, "stale")
         return real(*args)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.patch.setattr(os, "preadv", preadv)
     assert backend.get("a", bytes_max=10) == b"data"
     assert len(patient.slept) == 3
-    fail(monkeypatch, "preadv", errno.ESTALE)
-    with pytest.raises(TransientStorageError):
+    disk.fail("preadv", errno.ESTALE)
+    with pytest.raises(errors.TransientStorageError):
         backend.get("a", bytes_max=10)
     assert len(patient.slept) == 3 + limits.STALE_TRIES - 1
 
 
-def test_stale_enoent_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_enoent_is_not_believed(disk: Disk) -> None:
     """On NFS a name that its folder lists is opened again, though the first open says ENOENT."""
     patient = Patient()
-    backend = PosixBackend(str(tmp_path), settings=SETTINGS["nfs"], environment=patient)
+    backend = PosixBackend(str(disk.path), settings=SETTINGS["nfs"], environment=patient)
     backend.put("a/b", b"data")
     real, left = os.open, 2
 
@@ -530,10 +509,10 @@ def test_stale_enoent_is_not_believed(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(errno.ENOENT, "cached")
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", opened)
+    disk.patch.setattr(os, "open", opened)
     assert backend.get("a/b", bytes_max=10) == b"data"
     assert len(patient.slept) == 2
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         backend.get("a/c", bytes_max=10)
     assert len(patient.slept) == 2
 
@@ -559,40 +538,38 @@ def test_special_files_are_no_objects(tmp_path: Path) -> None:
     (root / "outside").symlink_to(tmp_path)
     backend = open_posix(str(root))
     for key in ("pipe", "link", "folder"):
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(errors.ObjectNotFoundError):
             backend.get(key, bytes_max=100)
     assert list(backend.list("")) == []
 
 
 @pytest.mark.parametrize("call", ["fsync", "link"])
-def test_failed_commit_is_not_repeated(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_commit_is_not_repeated(call: str, disk: Disk) -> None:
     """A pack whose fsync or link failed is given up, even where the number looks transient."""
-    backend = RetryingBackend(open_posix(str(tmp_path)), environment=Patient())
+    backend = RetryingBackend(open_posix(str(disk.path)), environment=Patient())
     with backend.open_writer("a") as writer:
         writer.write(b"data")
-        fail(monkeypatch, call, errno.ETIMEDOUT)
-        with pytest.raises(StorageError) as caught:
+        disk.fail(call, errno.ETIMEDOUT)
+        with pytest.raises(errors.StorageError) as caught:
             writer.commit()
-    assert type(caught.value) is StorageError
-    assert names(tmp_path) == []
+    assert type(caught.value) is errors.StorageError
+    assert disk.names() == []
 
 
-def test_write_back_errors_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_errors_are_not_lost(disk: Disk) -> None:
     """An error that early write-back reports, which fsync would not repeat, fails the write."""
-    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
-    monkeypatch.setattr(posix, "sync_range", lambda: lambda *_: errno.EIO)
-    writer = open_posix(str(tmp_path)).open_writer("a")
-    with pytest.raises(StorageError):
+    disk.patch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    disk.patch.setattr(posix, "sync_range", lambda: lambda *_: errno.EIO)
+    writer = open_posix(str(disk.path)).open_writer("a")
+    with pytest.raises(errors.StorageError):
         writer.write(bytes(100))
     writer.abort()
-    assert names(tmp_path) == []
+    assert disk.names() == []
 
 
-def test_write_back_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_that_is_not_there(disk: Disk) -> None:
     """Where the file system does not know the call, writing works without it."""
-    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    disk.patch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
     calls = 0
 
     def unknown(*_: int) -> int:
@@ -601,62 +578,57 @@ def test_write_back_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         return errno.EINVAL
 
     for key, answer in (("a", unknown), ("b", None)):
-        monkeypatch.setattr(posix, "sync_range", lambda answer=answer: answer)
-        write_by(open_posix(str(tmp_path)), "open_writer", key, bytes(99))
+        disk.patch.setattr(posix, "sync_range", lambda answer=answer: answer)
+        write_by(open_posix(str(disk.path)), "open_writer", key, bytes(99))
     assert calls == 1
-    assert names(tmp_path) == ["a", "b"]
+    assert disk.names() == ["a", "b"]
 
 
-def test_write_back_follows_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_follows_the_writer(disk: Disk) -> None:
     """Whole windows are started at once and waited for when they lie far enough back."""
-    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
-    monkeypatch.setattr(limits, "WRITEBACK_LAG_BYTES", 20)
+    disk.patch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    disk.patch.setattr(limits, "WRITEBACK_LAG_BYTES", 20)
     seen: list[tuple[int, int, int]] = []
 
     def sync(_: int, offset: int, count: int, flags: int) -> int:
         seen.append((offset, count, flags))
         return 0
 
-    monkeypatch.setattr(posix, "sync_range", lambda: sync)
-    with open_posix(str(tmp_path)).open_writer("a") as writer:
+    disk.patch.setattr(posix, "sync_range", lambda: sync)
+    with open_posix(str(disk.path)).open_writer("a") as writer:
         for _ in range(9):
             writer.write(b"12345")
         writer.commit()
     assert seen == [(0, 10, 2), (10, 10, 2), (20, 10, 2), (0, 10, 7), (30, 10, 2), (10, 10, 7)]
 
 
-def test_what_another_left_visible_is_made_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_left_visible_is_made_durable(disk: Disk) -> None:
     """Each folder is synced once; a folder that cannot be synced is an error."""
-    backend = open_posix(str(tmp_path))
     keys = ["packs/aa/1.pack", "packs/aa/2.pack", "packs/bb/3.pack"]
     for key in keys:
-        backend.put(key, b"data")
+        disk.backend.put(key, b"data")
     real, synced = os.fsync, []
 
     def fsync(descriptor: int) -> None:
         synced.append(os.fstat(descriptor).st_ino)
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    backend.make_durable(keys)
+    disk.patch.setattr(os, "fsync", fsync)
+    disk.backend.make_durable(keys)
     assert sorted(synced) == sorted(
-        (tmp_path / f"packs/{one}").stat().st_ino for one in ("aa", "bb")
+        (disk.path / f"packs/{one}").stat().st_ino for one in ("aa", "bb")
     )
 
     def broken(descriptor: int) -> None:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(StorageError, match="sync"):
-        backend.make_durable(keys)
+    disk.patch.setattr(os, "fsync", broken)
+    with pytest.raises(errors.StorageError, match="sync"):
+        disk.backend.make_durable(keys)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTDIR])
-def test_a_listing_asks_nothing_of_names_that_are_no_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_listing_asks_nothing_of_names_that_are_no_keys(code: int, disk: Disk) -> None:
     """Another's broken file neither fails a listing nor empties it, where types take a stat."""
 
     class Entry:
@@ -667,14 +639,12 @@ def test_a_listing_asks_nothing_of_names_that_are_no_keys(
             self._is_dir = entry.is_dir
 
         def is_dir(self, *, follow_symlinks: bool) -> bool:
-            """Fail for the broken one."""
             if self.name == "Broken":
                 raise OSError(code, "broken")
             return self._is_dir(follow_symlinks=follow_symlinks)
 
-    backend = open_posix(str(tmp_path))
-    backend.put("packs/aa/1.pack", b"data")
-    (tmp_path / "packs/Broken").touch()
+    disk.backend.put("packs/aa/1.pack", b"data")
+    (disk.path / "packs/Broken").touch()
     real = os.scandir
 
     @contextmanager
@@ -682,8 +652,8 @@ def test_a_listing_asks_nothing_of_names_that_are_no_keys(
         with real(path) as entries:
             yield map(Entry, entries)
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert [info.key for info in backend.list("packs/")] == ["packs/aa/1.pack"]
+    disk.patch.setattr(os, "scandir", scandir)
+    assert [info.key for info in disk.backend.list("packs/")] == ["packs/aa/1.pack"]
 
 
 @contextmanager
@@ -704,18 +674,12 @@ def mode_of(path: Path) -> int:
 @pytest.mark.parametrize(
     ("root", "mask", "folder"),
     [
-        (0o2775, 0o077, 0o2770),
-        (0o2750, 0o077, 0o2750),
-        (0o775, 0o022, 0o775),
-        (0o777, 0o022, 0o775),
-        (0o777, 0o077, 0o770),
-        (0o1777, 0o022, 0o1775),
-        (0o1777, 0o077, 0o1770),
-        (0o755, 0o002, 0o775),
-        (0o700, 0o022, 0o755),
+        (0o2775, 0o077, 0o2770), (0o2750, 0o077, 0o2750), (0o775, 0o022, 0o775),
+        (0o777, 0o022, 0o775), (0o777, 0o077, 0o770), (0o1777, 0o022, 0o1775),
+        (0o1777, 0o077, 0o1770), (0o755, 0o002, 0o775), (0o700, 0o022, 0o755),
     ],
     ids=oct,
-)
+)  # fmt: skip
 def test_new_folders_have_the_groups_rights_of_the_root(
     root: int, mask: int, folder: int, tmp_path: Path
 ) -> None:
@@ -746,54 +710,46 @@ def owned(patch: pytest.MonkeyPatch, *, user: int | None = None, group: int | No
 
 
 @pytest.mark.parametrize("root", [0o775, 0o777, 0o1777, 0o2777], ids=oct)
-def test_a_foreign_group_gets_no_rights(
-    root: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_group_gets_no_rights(root: int, disk: Disk) -> None:
     """A new folder of another group than the root's, as without setgid, is not opened to it."""
-    tmp_path.chmod(root)
-    with monkeypatch.context() as patch, umask(0o022):
-        owned(patch, group=tmp_path.stat().st_gid + 1)
-        open_posix(str(tmp_path)).put("packs/1.pack", b"x")
-    assert mode_of(tmp_path / "packs") & 0o777 == 0o755
+    disk.path.chmod(root)
+    with disk.patch.context() as patch, umask(0o022):
+        owned(patch, group=disk.path.stat().st_gid + 1)
+        open_posix(str(disk.path)).put("packs/1.pack", b"x")
+    assert mode_of(disk.path / "packs") & 0o777 == 0o755
 
 
 @pytest.mark.parametrize("member", [True, False])
-def test_folders_keep_their_setgid_bit(
-    member: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_keep_their_setgid_bit(member: bool, disk: Disk) -> None:
     """``chmod`` by a user outside the group would take the bit away: it is not called."""
-    tmp_path.chmod(0o2777)
-    group = tmp_path.stat().st_gid
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    owned(monkeypatch, user=12345)
-    monkeypatch.setattr(os, "getegid", lambda: group + 1)
-    monkeypatch.setattr(os, "getgroups", lambda: [group] if member else [])
+    disk.path.chmod(0o2777)
+    group = disk.path.stat().st_gid
+    disk.patch.setattr(os, "geteuid", lambda: 12345)
+    owned(disk.patch, user=12345)
+    disk.patch.setattr(os, "getegid", lambda: group + 1)
+    disk.patch.setattr(os, "getgroups", lambda: [group] if member else [])
     with umask(0o022):
-        open_posix(str(tmp_path)).put("packs/1.pack", b"x")
-    assert mode_of(tmp_path / "packs") == (0o2775 if member else 0o2755)
+        open_posix(str(disk.path)).put("packs/1.pack", b"x")
+    assert mode_of(disk.path / "packs") == (0o2775 if member else 0o2755)
 
 
-def test_a_file_system_without_modes_has_folders_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_modes_has_folders_all_the_same(disk: Disk) -> None:
     """Where a mount decides on modes, chmod is refused, and folders are made as they come."""
-    tmp_path.chmod(0o777)
+    disk.path.chmod(0o777)
 
     def refused(descriptor: int, mode: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "fchmod", refused)
+    disk.patch.setattr(os, "fchmod", refused)
     with umask(0o077):
-        open_posix(str(tmp_path)).put("packs/ab/1.pack", b"x")
-    assert (tmp_path / "packs" / "ab" / "1.pack").read_bytes() == b"x"
+        open_posix(str(disk.path)).put("packs/ab/1.pack", b"x")
+    assert (disk.path / "packs" / "ab" / "1.pack").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("trap", ["link", "folder of another user"])
-def test_a_folder_that_others_put_in_its_place_keeps_its_rights(
-    trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_others_put_in_its_place_keeps_its_rights(trap: str, disk: Disk) -> None:
     """A member of the group may swap a new folder at once: only what was made here is shared."""
-    root, private = tmp_path / "store", tmp_path / "private"
+    root, private = disk.path / "store", disk.path / "private"
     root.mkdir()
     root.chmod(0o2770)
     with umask(0o077):
@@ -810,12 +766,12 @@ def test_a_folder_that_others_put_in_its_place_keeps_its_rights(
             else:
                 private.rename(path)
 
-    monkeypatch.setattr(os, "mkdir", swapped)
+    disk.patch.setattr(os, "mkdir", swapped)
     if trap == "link":
-        with pytest.raises(StorageError):
+        with pytest.raises(errors.StorageError):
             open_posix(str(root)).put("packs/1.pack", b"x")
         assert mode_of(private) == 0o700
     else:
-        owned(monkeypatch, user=os.geteuid() + 1)
+        owned(disk.patch, user=os.geteuid() + 1)
         open_posix(str(root)).put("packs/1.pack", b"x")
         assert mode_of(root / "packs") == 0o700

@@ -163,15 +163,11 @@ def table(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "fs_type"),
     [
-        ("/data", "ext4"),
-        ("/mnt/nfs", "nfs4"),
-        ("/mnt/nfs/a/b", "nfs4"),
-        ("/mnt/nfs/inner/x", "tmpfs"),
-        ("/mnt/nfsother", "ext4"),
-        ("/mnt/with space/x", "lustre"),
+        ("/data", "ext4"), ("/mnt/nfs", "nfs4"), ("/mnt/nfs/a/b", "nfs4"),
+        ("/mnt/nfs/inner/x", "tmpfs"), ("/mnt/nfsother", "ext4"), ("/mnt/with space/x", "lustre"),
         ("/mnt/twice/x", "fuse.glusterfs"),
     ],
-)
+)  # fmt: skip
 def test_longest_mount_point_wins(path: str, fs_type: str, table: Path) -> None:
     """The deepest mount point that holds a path decides; of two at one point, the later."""
     assert find_fs_type(path, table=table) == fs_type
@@ -198,24 +194,13 @@ def test_broken_lines_are_skipped(table: Path) -> None:
 @pytest.mark.parametrize(
     ("fs_type", "name"),
     [
-        ("ext4", "local"),
-        ("xfs", "local"),
-        ("btrfs", "local"),
-        ("tmpfs", "local"),
-        ("overlay", "local"),
-        ("nfs", "nfs"),
-        ("nfs4", "nfs"),
-        ("lustre", "parallel"),
-        ("gpfs", "parallel"),
-        ("wekafs", "parallel"),
-        ("beegfs", "parallel"),
-        ("ceph", "parallel"),
-        ("fuse.ceph-fuse", "parallel"),
-        ("fuse.glusterfs", "parallel"),
-        ("fuse.mfs", "parallel"),
+        ("ext4", "local"), ("xfs", "local"), ("btrfs", "local"), ("tmpfs", "local"),
+        ("overlay", "local"), ("nfs", "nfs"), ("nfs4", "nfs"), ("lustre", "parallel"),
+        ("gpfs", "parallel"), ("wekafs", "parallel"), ("beegfs", "parallel"), ("ceph", "parallel"),
+        ("fuse.ceph-fuse", "parallel"), ("fuse.glusterfs", "parallel"), ("fuse.mfs", "parallel"),
         ("fuse", "parallel"),
     ],
-)
+)  # fmt: skip
 def test_kinds(fs_type: str, name: str) -> None:
     """Each file system type gets the settings of its kind, under the kind's own name."""
     settings = settings_for(fs_type)

@@ -23,21 +23,13 @@ from ckptstore.errors import InvalidUrlError, MissingDependencyError, StorageErr
 @pytest.mark.parametrize(
     ("location", "scheme"),
     [
-        ("/a/b", ""),
-        ("relative/path", ""),
-        ("C3://x", "c3"),
-        ("S3://bucket/x", "s3"),
-        ("memory://x", "memory"),
-        ("simplecache::s3://b/x", "simplecache::s3"),
-        ("a:b/c", ""),
+        ("/a/b", ""), ("relative/path", ""), ("C3://x", "c3"), ("S3://bucket/x", "s3"),
+        ("memory://x", "memory"), ("simplecache::s3://b/x", "simplecache::s3"), ("a:b/c", ""),
         ("arrow_hdfs://host/x", "arrow_hdfs"),
-        ("simplecache::arrow_hdfs://host/x", "simplecache::arrow_hdfs"),
-        ("folder/a://b", ""),
-        ("a::b", ""),
-        ("x::", ""),
-        ("simplecache::/data/x", "simplecache"),
+        ("simplecache::arrow_hdfs://host/x", "simplecache::arrow_hdfs"), ("folder/a://b", ""),
+        ("a::b", ""), ("x::", ""), ("simplecache::/data/x", "simplecache"),
     ],
-)
+)  # fmt: skip
 def test_schemes(location: str, scheme: str) -> None:
     """The scheme is what stands before ``://``, in lower case; a path has none."""
     assert scheme_of(location) == scheme

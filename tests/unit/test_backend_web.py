@@ -14,22 +14,12 @@ from pathlib import Path
 import pytest
 from webserver import Change, Reply, Request, WebServer, certificate
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.bucket import ANSWERS
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.web import open_web
 from ckptstore.config import SYSTEM, SystemEnvironment
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    InvalidInputError,
-    InvalidUrlError,
-    ObjectNotFoundError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-)
 
 DATA = bytes(range(200))
 SECRET = "hunter2hunter2"  # noqa: S105 - of servers that live for one test
@@ -87,14 +77,14 @@ def _page(_: Request, reply: Reply) -> Reply:
     return replace(reply, body=b"<!doctype html>").having(Content_Type="text/html; charset=utf-8")
 
 
-RANGED: dict[str, tuple[Change, type[CkptStoreError], str]] = {
-    "compressed": (_gzipped, StorageError, "compresses"),
-    "ranges ignored": (_whole, StorageError, "ignores ranges"),
-    "another range": (_elsewhere, StorageError, "ignores ranges"),
-    "no range named": (_unnamed, StorageError, "ignores ranges"),
-    "a shorter range": (_shorter, CorruptObjectError, "ends before byte 30"),
-    "cut": (_cut, TransientStorageError, "cut short"),
-    "a web page": (_page, StorageError, "web page instead"),
+RANGED: dict[str, tuple[Change, type[errors.CkptStoreError], str]] = {
+    "compressed": (_gzipped, errors.StorageError, "compresses"),
+    "ranges ignored": (_whole, errors.StorageError, "ignores ranges"),
+    "another range": (_elsewhere, errors.StorageError, "ignores ranges"),
+    "no range named": (_unnamed, errors.StorageError, "ignores ranges"),
+    "a shorter range": (_shorter, errors.CorruptObjectError, "ends before byte 30"),
+    "cut": (_cut, errors.TransientStorageError, "cut short"),
+    "a web page": (_page, errors.StorageError, "web page instead"),
 }
 
 
@@ -119,7 +109,7 @@ def test_an_object_is_that_object(server: WebServer, lie: str) -> None:
 def test_get_holds_no_more_than_its_limit(server: WebServer, length: str) -> None:
     """An object over the limit is refused, whether its length is told or found by reading."""
     server.change = lambda _, reply: replace(reply, cut=200).having(Content_Length=length)
-    with pytest.raises(CorruptObjectError, match="more than the 199 bytes"):
+    with pytest.raises(errors.CorruptObjectError, match="more than the 199 bytes"):
         open_web(server.url).get("a/b", bytes_max=199)
 
 
@@ -127,7 +117,7 @@ def test_get_holds_no_more_than_its_limit(server: WebServer, length: str) -> Non
 def test_a_size_that_is_not_told(server: WebServer, length: str) -> None:
     """``stat`` of an answer without a proper length is an error, and not a size of 0."""
     server.change = lambda _, reply: replace(reply, cut=0).having(Content_Length=length)
-    with pytest.raises(StorageError, match="does not tell its size"):
+    with pytest.raises(errors.StorageError, match="does not tell its size"):
         open_web(server.url).stat("a/b")
 
 
@@ -145,7 +135,7 @@ def test_a_server_that_drips(server: WebServer, monkeypatch: pytest.MonkeyPatch)
     """An answer that arrives below the least rate is given up, however steadily it comes."""
     times = iter(range(0, 100_000, 61))
     monkeypatch.setattr(SYSTEM, "monotonic", lambda: float(next(times)))
-    with pytest.raises(TransientStorageError, match="too slow"):
+    with pytest.raises(errors.TransientStorageError, match="too slow"):
         open_web(server.url).get("a/b", bytes_max=1000)
 
 
@@ -174,25 +164,25 @@ def test_no_server(server: WebServer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: a connection is refused
         port = taken.getsockname()[1]
-        with pytest.raises(StorageError, match=r"refused.*server up") as caught:
+        with pytest.raises(errors.StorageError, match=r"refused.*server up") as caught:
             open_web(f"http://127.0.0.1:{port}").get("a/b", bytes_max=9)
-        assert not isinstance(caught.value, TransientStorageError)
+        assert not isinstance(caught.value, errors.TransientStorageError)
         backend = open_web(server.url)
         assert read(backend) == DATA[10:30]
         backend.url = f"http://127.0.0.1:{port}"
-        with pytest.raises(TransientStorageError):
+        with pytest.raises(errors.TransientStorageError):
             read(backend)
 
 
 def test_missing_on_s3(server: WebServer) -> None:
     """S3 answers 403 for a missing object of a bucket that may not be listed: it is missing."""
     server.change = lambda _, reply: Reply(status=403)
-    with pytest.raises(StoragePermissionError, match="username, password, token"):
+    with pytest.raises(errors.StoragePermissionError, match="username, password, token"):
         open_web(server.url).stat("a/b")
     for name, value in (("Server", "AmazonS3"), ("x-amz-request-id", "7")):
         headers = {name: value}
         server.change = lambda _, reply, headers=headers: Reply(status=403, headers=headers)  # type: ignore[misc]
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(errors.ObjectNotFoundError):
             open_web(server.url).stat("a/b")
 
 
@@ -207,8 +197,6 @@ def test_small_objects_are_asked_for_past_caches(server: WebServer) -> None:
 
 
 # --- redirects -----------------------------------------------------------------------------------
-
-
 def _to(place: str) -> Change:
     def change(request: Request, reply: Reply) -> Reply:
         if request.path.startswith("/old/"):
@@ -238,7 +226,7 @@ def test_a_redirect_is_followed_without_credentials(server: WebServer, tmp_path:
 def test_redirects_end(server: WebServer) -> None:
     """A circle of redirects is an error after a few."""
     server.change = _to("/old/a/b")
-    with pytest.raises(StorageError, match="more than 5 redirects"):
+    with pytest.raises(errors.StorageError, match="more than 5 redirects"):
         read(open_web(f"{server.url}/old"))
     assert len(server.requests) == 6
 
@@ -249,7 +237,7 @@ def test_redirects_end(server: WebServer) -> None:
 def test_redirects_that_are_not_followed(server: WebServer, place: str) -> None:
     """A redirect to another kind of place, or with credentials in it, is an error."""
     server.change = _to(place)
-    with pytest.raises(StorageError, match="redirects from http") as caught:
+    with pytest.raises(errors.StorageError, match="redirects from http") as caught:
         read(open_web(f"{server.url}/old"))
     assert "u:p" not in str(caught.value)
 
@@ -261,21 +249,21 @@ def test_tls(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """
     pem = certificate(tmp_path)
     with WebServer(tmp_path, tls=pem) as sealed:
-        with pytest.raises(StorageError, match=r"SSLError: self.signed.*SSL_CERT_FILE") as caught:
+        with pytest.raises(
+            errors.StorageError, match=r"SSLError: self.signed.*SSL_CERT_FILE"
+        ) as caught:
             read(open_web(sealed.url))
-        assert not isinstance(caught.value, TransientStorageError)
+        assert not isinstance(caught.value, errors.TransientStorageError)
         monkeypatch.setenv("SSL_CERT_FILE", str(pem))
         assert read(open_web(sealed.url)) == DATA[10:30]
         sealed.change = _to(f"{server.url}/a/b")
-        with pytest.raises(StorageError, match="redirects from https to http"):
+        with pytest.raises(errors.StorageError, match="redirects from https to http"):
             read(open_web(f"{sealed.url}/old"))
         server.change = _to(f"{sealed.url}/a/b")
         assert read(open_web(f"{server.url}/old")) == DATA[10:30]
 
 
 # --- URLs, credentials, proxies ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -290,7 +278,7 @@ def test_tls(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_urls_that_are_refused(url: str) -> None:
     """A URL with credentials, a query or no host is refused, and not repeated."""
-    with pytest.raises(InvalidUrlError, match="https://host/path") as caught:
+    with pytest.raises(errors.InvalidUrlError, match="https://host/path") as caught:
         open_backend(url)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
@@ -301,7 +289,7 @@ def test_urls_that_are_refused(url: str) -> None:
 )
 def test_options_that_are_refused(option: dict[str, object]) -> None:
     """Unknown options and texts that no header can hold are refused by name, not by value."""
-    with pytest.raises(InvalidInputError, match=f"'{next(iter(option))}'") as caught:
+    with pytest.raises(errors.InvalidInputError, match=f"'{next(iter(option))}'") as caught:
         open_web("https://host/store", **option)
     assert SECRET not in str(caught.value)
 
@@ -316,7 +304,7 @@ def test_credentials_show_nowhere(server: WebServer) -> None:
         read(backend)
         assert server.requests[-1].headers["Authorization"] == expected
         server.change = lambda _, reply: Reply(status=401)
-        with pytest.raises(StoragePermissionError) as caught:
+        with pytest.raises(errors.StoragePermissionError) as caught:
             read(backend)
         server.change = lambda _, reply: reply
         shown = f"{backend!r} {vars(backend)!r} {caught.value} {caught.value!r}"

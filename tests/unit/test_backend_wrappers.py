@@ -9,21 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from metered import MeteredBackend
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SystemEnvironment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    InvalidInputError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    TransientStorageError,
-)
 from ckptstore.testing.faulty import CALLS, WRITES, Fault, FaultyBackend, When
 
 
@@ -36,22 +28,19 @@ class Clock(SystemEnvironment):
         self._jitter = jitter
 
     def monotonic(self) -> float:
-        """Return the time."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Move on."""
         self.slept.append(seconds)
         self.now += seconds
 
     def jitter(self) -> float:
-        """Return what the test wants."""
         return self._jitter
 
 
 def transient() -> Exception:
     """Make the error that is worth a retry."""
-    return TransientStorageError("busy")
+    return errors.TransientStorageError("busy")
 
 
 @pytest.fixture
@@ -83,8 +72,6 @@ def use_all(backend: Backend) -> dict[str, Callable[[], object]]:
 
 
 # --- retry ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", sorted(CALLS - {"writer.write", "open_writer"}))
 def test_retry_gets_over_transient_failures(memory: MemoryBackend, call: str) -> None:
     """Every kind of call is tried again until it works."""
@@ -101,7 +88,7 @@ def test_retry_gives_up(memory: MemoryBackend, call: str) -> None:
     fault = Fault(calls=frozenset({call}), times=0, error=transient)
     clock = Clock()
     backend = RetryingBackend(FaultyBackend(memory, fault), environment=clock, cap_s=1.0)
-    with pytest.raises(TransientStorageError, match="tried 8 times"):
+    with pytest.raises(errors.TransientStorageError, match="tried 8 times"):
         use_all(backend)[call]()
     assert fault.hits == limits.RETRY_TRIES
     assert clock.slept == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
@@ -110,13 +97,10 @@ def test_retry_gives_up(memory: MemoryBackend, call: str) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        StorageError("x"),
-        AmbiguousWriteError("x"),
-        ObjectExistsError("x"),
-        ObjectNotFoundError("x"),
-        ValueError("x"),
+        errors.StorageError("x"), errors.AmbiguousWriteError("x"), errors.ObjectExistsError("x"),
+        errors.ObjectNotFoundError("x"), ValueError("x"),
     ],
-)
+)  # fmt: skip
 def test_only_transient_failures_are_retried(memory: MemoryBackend, error: Exception) -> None:
     """Anything else comes through at once, as it is."""
     fault = Fault(error=lambda: error)
@@ -140,7 +124,7 @@ def test_create_that_finds_its_own_object(memory: MemoryBackend) -> None:
     """A create that was done, but failed transiently, is told that the name exists."""
     fault = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER, error=transient)
     backend = RetryingBackend(FaultyBackend(memory, fault), environment=Clock())
-    with pytest.raises(ObjectExistsError):
+    with pytest.raises(errors.ObjectExistsError):
         backend.put_if_absent("c/1", b"mine")
     assert memory.get("c/1", bytes_max=9) == b"mine"
 
@@ -149,10 +133,9 @@ class BreaksEvery(WrapperBackend):
     """Lists three objects and breaks, again and again."""
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Break."""
         for count, info in enumerate(self.inner.list(prefix, after=after)):
             if count == 3:
-                raise TransientStorageError("the connection broke")
+                raise errors.TransientStorageError("the connection broke")
             yield info
 
 
@@ -166,28 +149,19 @@ def test_listing_goes_on_where_it_broke(memory: MemoryBackend) -> None:
 
 
 # --- metered ----------------------------------------------------------------------------------
-
-
 def test_meters(memory: MemoryBackend) -> None:
     """Calls, failures and bytes of every operation are counted."""
     backend = MeteredBackend(memory)
     for call in use_all(backend).values():
         call()
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         backend.get("no/such", bytes_max=1)
     found = backend.snapshot()
     assert {name: (m.calls, m.failures, m.bytes_moved) for name, m in found.items()} == {
-        "put": (1, 0, 2),
-        "put_if_absent": (1, 0, 1),
-        "open_writer": (1, 0, 0),
-        "writer.write": (1, 0, 3),
-        "writer.commit": (1, 0, 0),
-        "get": (2, 1, 3),
-        "read_into": (1, 0, 3),
-        "list": (1, 0, 0),
-        "stat": (1, 0, 0),
-        "delete": (1, 0, 0),
-    }
+        "put": (1, 0, 2), "put_if_absent": (1, 0, 1), "open_writer": (1, 0, 0),
+        "writer.write": (1, 0, 3), "writer.commit": (1, 0, 0), "get": (2, 1, 3),
+        "read_into": (1, 0, 3), "list": (1, 0, 0), "stat": (1, 0, 0), "delete": (1, 0, 0),
+    }  # fmt: skip
     assert all(meter.seconds >= 0 for meter in found.values())
 
 
@@ -196,7 +170,7 @@ def test_meter_of_a_listing(memory: MemoryBackend) -> None:
     backend = MeteredBackend(memory)
     next(iter(backend.list("")))
     broken = MeteredBackend(FaultyBackend(memory, Fault(calls=frozenset({"list"}))))
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         list(broken.list(""))
     assert broken.snapshot()["list"].failures == 1
     assert list(backend.list("a/")) != []
@@ -205,8 +179,6 @@ def test_meter_of_a_listing(memory: MemoryBackend) -> None:
 
 
 # --- throttled --------------------------------------------------------------------------------
-
-
 def test_bandwidth(memory: MemoryBackend) -> None:
     """Bytes in both directions wait until the bandwidth allows them."""
     clock = Clock()
@@ -223,13 +195,11 @@ def test_bandwidth(memory: MemoryBackend) -> None:
 
 def test_bandwidth_is_not_negative(memory: MemoryBackend) -> None:
     """A negative number is refused."""
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         ThrottledBackend(memory, bytes_per_s=-1)
 
 
 # --- all --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [RetryingBackend, MeteredBackend, ThrottledBackend, FaultyBackend])
 def test_wrappers_pass_on_and_pickle(
     memory: MemoryBackend, wrap: Callable[[Backend], WrapperBackend]
@@ -248,15 +218,13 @@ def test_wrappers_pass_on_and_pickle(
 
 
 # --- the backend that fails on purpose --------------------------------------------------------
-
-
 @pytest.mark.parametrize("call", sorted(CALLS - {"writer.write", "open_writer"}))
 def test_faults_hit_the_call_that_was_named(memory: MemoryBackend, call: str) -> None:
     """The n-th call of a name fails, before or after its work; the others do not."""
     for when, done in ((When.BEFORE, False), (When.AFTER, True)):
         fault = Fault(calls=frozenset({call}), at=1, when=when)
         calls = use_all(FaultyBackend(memory, fault))
-        with pytest.raises(StorageError, match="injected"):
+        with pytest.raises(errors.StorageError, match="injected"):
             calls[call]()
         created = memory.objects.pop("c/1", None) is not None
         assert created is (done and call == "put_if_absent")
@@ -270,7 +238,7 @@ def test_truncation_and_callback(memory: MemoryBackend) -> None:
     half = FaultyBackend(memory, Fault(calls=frozenset({"get"}), when=When.TRUNCATED))
     assert half.get("a/1", bytes_max=9) == b"o"
     torn = FaultyBackend(memory, Fault(calls=frozenset({"put"}), when=When.TRUNCATED))
-    with pytest.raises(StorageError):
+    with pytest.raises(errors.StorageError):
         torn.put("t", b"1234")
     assert memory.get("t", bytes_max=9) == b"12"
     heard: list[tuple[str, str]] = []
@@ -285,7 +253,7 @@ def test_faults_for_good_and_unknown_names(memory: MemoryBackend) -> None:
     backend = FaultyBackend(memory, Fault(calls=WRITES, at=2, times=0))
     backend.put("x", b"1")
     for _ in range(3):
-        with pytest.raises(StorageError):
+        with pytest.raises(errors.StorageError):
             backend.put("x", b"1")
     with pytest.raises(ValueError, match="no such calls"):
         Fault(calls=frozenset({"putt"}))

@@ -111,13 +111,9 @@ def test_local(space: Workspace, tmp_path: Path) -> None:
 def test_local_of_weights_that_nearly_follow(space: Workspace, tmp_path: Path) -> None:
     """The other state runs too, none of its weights is derived, and its results stand apart."""
     result = local.run(
-        space,
-        bytes_min=3_000_000,
-        rounds=1,
-        training_steps=2,
-        state_name="nearly",
+        space, bytes_min=3_000_000, rounds=1, training_steps=2, state_name="nearly",
         peaks=["ckptstore raw"],
-    )
+    )  # fmt: skip
     failed = [one for rows in result.tables.values() for one in rows if one.error]
     assert failed == []
     assert result.benchmark == "local-nearly"
@@ -293,15 +289,9 @@ def test_codecs(space: Workspace, tmp_path: Path) -> None:
 def test_catalog(space: Workspace, tmp_path: Path) -> None:
     """Commits of two processes all arrive; the log is sound; history costs no request of gc."""
     result = catalog.run(
-        space,
-        versions=300,
-        tensors=50,
-        commits=8,
-        rounds=1,
-        chunks=300,
-        histories=[(400, 60), (1200, 60)],
-        processes=(2,),
-    )
+        space, versions=300, tensors=50, commits=8, rounds=1, chunks=300,
+        histories=[(400, 60), (1200, 60)], processes=(2,),
+    )  # fmt: skip
     _check(result, tmp_path)
     assert sum(result.facts["cold ls"]["after a snapshot"].values()) == 5
     for fork in (one.numbers for one in result.tables["fork"]):
@@ -314,11 +304,8 @@ def test_catalog(space: Workspace, tmp_path: Path) -> None:
 def test_scale(space: Workspace, tmp_path: Path) -> None:
     """Simulated writers all commit; equal seeds give equal figures; no one really waits."""
     sizes: dict[str, Any] = {
-        "writers": [3, 12],
-        "trainings": 4,
-        "intervals_s": [60.0],
-        "ranks": [2],
-    }
+        "writers": [3, 12], "trainings": 4, "intervals_s": [60.0], "ranks": [2],
+    }  # fmt: skip
     result = scale.run(space, **sizes)
     _check(result, tmp_path)
     assert [one.numbers["commits"] for one in result.tables["at once"]] == [3, 12, 3, 12]
@@ -379,15 +366,9 @@ def test_s3(space: Workspace, tmp_path: Path) -> None:
 def test_width(space: Workspace, tmp_path: Path) -> None:
     """Over slow connections, a client loads what it saved, with requests late or refused too."""
     result = width.run(
-        space,
-        bytes_min=300_000,
-        rounds=1,
-        training_steps=2,
-        widths=(4,),
-        ways=("ckptstore raw",),
-        bytes_per_s=100e6,
-        slow_s=0.1,
-    )
+        space, bytes_min=300_000, rounds=1, training_steps=2, widths=(4,), ways=("ckptstore raw",),
+        bytes_per_s=100e6, slow_s=0.1,
+    )  # fmt: skip
     _check(result, tmp_path)
     for name in ("save", "load", "slow", "busy"):
         rows = result.tables[name]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from simulated_environment import SimulatedEnvironment
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import content_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
@@ -24,16 +24,6 @@ from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    CommitConflictError,
-    CondemnedError,
-    CorruptObjectError,
-    InvalidInputError,
-    LimitError,
-    PolicyError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import commit_key, manifest_key, pack_key
 from ckptstore.model import RoleBytes
@@ -47,14 +37,9 @@ def save_op(version: str = A, run: str = "r", parent: str = "", **fields: Any) -
     """Return a save with the least that it needs."""
     pointer = ManifestPointer(key=manifest_key(version), stored_bytes=1, digest="1" * 64)
     return Save(
-        version=version,
-        run=run,
-        step=fields.pop("step", 0),
-        parent=parent,
-        manifest=pointer,
-        content="2" * 64,
-        **fields,
-    )
+        version=version, run=run, step=fields.pop("step", 0), parent=parent, manifest=pointer,
+        content="2" * 64, **fields,
+    )  # fmt: skip
 
 
 _NEW = manifest_key(B)
@@ -70,15 +55,9 @@ def move_op(based_on: str = "1" * 64, level: Part = "weights") -> Relocate:
 def commit_after(catalog: Catalog, *ops: Op) -> Commit:
     """Return a commit that follows `catalog` by number and digest."""
     body = CommitBody(
-        magic="ckptstore-commit",
-        format=1,
-        number=catalog.number + 1,
-        previous=catalog.digest,
-        write_id="c" * 32,
-        at_ms=1_700_000_000_000,
-        by="",
-        ops=ops,
-    )
+        magic="ckptstore-commit", format=1, number=catalog.number + 1, previous=catalog.digest,
+        write_id="c" * 32, at_ms=1_700_000_000_000, by="", ops=ops,
+    )  # fmt: skip
     return encode_commit(body)[1]
 
 
@@ -111,19 +90,13 @@ def test_a_save_shows_all_it_was_given(
     log = Log(memory, environment)
     log.append(
         lambda catalog: run_ops.save(
-            catalog,
-            run="gpt",
-            version=A,
-            step=1200,
+            catalog, run="gpt", version=A, step=1200,
             manifest=ManifestPointer(key=manifest_key(A), stored_bytes=77, digest="d" * 64),
-            content="e" * 64,
-            metrics={"loss": 2, "nan": math.nan},
-            tags=["b", "a", "b"],
+            content="e" * 64, metrics={"loss": 2, "nan": math.nan}, tags=["b", "a", "b"],
             metadata={"lr": 1e-4, "nested": {"x": [1, None, True]}},
-            roles={"weights": RoleBytes(logical=10, new=5, stored=4)},
-            receipt={"durable_s": 1.5},
+            roles={"weights": RoleBytes(logical=10, new=5, stored=4)}, receipt={"durable_s": 1.5},
         )
-    )
+    )  # fmt: skip
     version = Log(memory).refresh().version(A)
     assert (version.run, version.step, version.parent, version.commit) == ("gpt", 1200, "", 1)
     assert version.metrics["loss"] == 2.0
@@ -166,7 +139,7 @@ def test_operations_that_break_an_invariant(ops: list[Op], said: str) -> None:
     before = folded(CreateRun(run="r", metrics={"loss": "min"}), save_op(A, metrics={"loss": 1.0}))
     good = CreateRun(run="innocent")
     after, error = extended(before, [commit_after(before, good, *ops)])
-    assert isinstance(error, CorruptObjectError)
+    assert isinstance(error, errors.CorruptObjectError)
     assert commit_key(3) in str(error)
     assert said in str(error)
     assert after.number == 2
@@ -246,7 +219,7 @@ def test_the_head_is_the_last_save_of_the_run() -> None:
     assert head is not None
     assert (head.id, catalog.head_id("s"), catalog.head_id("none")) == (A, B, "")
     assert catalog.head_id("r") == catalog.run("r").head
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         catalog.head("none")
 
 
@@ -257,7 +230,7 @@ def test_listing_is_in_order_of_commits_and_lazy() -> None:
     assert [v.id for v in catalog.versions(newest_first=True)] == [B, A]
     assert [v.id for v in catalog.versions("s")] == [B]
     assert [run.versions_count for run in catalog.runs()] == [1, 1]
-    with pytest.raises(RunNotFoundError, match="there is r, s"):
+    with pytest.raises(errors.RunNotFoundError, match="there is r, s"):
         catalog.versions("xyz")
     assert next(itertools.islice(catalog.versions(), 1)).id == A
 
@@ -277,11 +250,11 @@ def test_what_is_not_there() -> None:
     assert catalog.by_step("r", 1) is None
     assert catalog.by_tag("r", "t") is None
     assert list(catalog.versions("r")) == []
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         catalog.version(A)
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         list(catalog.ancestors(A))
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         Catalog().to_snapshot()
 
 
@@ -292,8 +265,6 @@ def test_ancestors_cross_runs() -> None:
 
 
 # --- what callers ask for -----------------------------------------------------------------------
-
-
 def test_directions_merge_and_conflict() -> None:
     """New metrics join what a run declares, in the commit that needs them; none may turn."""
     catalog = folded(CreateRun(run="r", metrics={"loss": "min"}))
@@ -304,32 +275,32 @@ def test_directions_merge_and_conflict() -> None:
     assert run_ops.ensure_run(catalog, "new", {"a": "max"}) == [
         CreateRun(run="new", metrics={"a": "max"})
     ]
-    with pytest.raises(InvalidInputError, match="has the direction 'min'"):
+    with pytest.raises(errors.InvalidInputError, match="has the direction 'min'"):
         run_ops.ensure_run(catalog, "r", {"loss": "max"})
-    with pytest.raises(InvalidInputError, match="'min' or 'max'"):
+    with pytest.raises(errors.InvalidInputError, match="'min' or 'max'"):
         run_ops.ensure_run(catalog, "r", {"x": "up"})
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         run_ops.ensure_run(catalog, "r", {f"m{i}": "min" for i in range(1000)})
 
 
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"step": -1}, InvalidInputError),
-        ({"step": 2**63}, InvalidInputError),
-        ({"step": 1.0}, InvalidInputError),
-        ({"step": True}, InvalidInputError),
-        ({"run": "a@b"}, InvalidInputError),
-        ({"tags": ["latest"]}, InvalidInputError),
-        ({"tags": [f"t{i}" for i in range(101)]}, LimitError),
-        ({"metrics": {"a": "1.0"}}, InvalidInputError),
-        ({"metrics": {"a": None}}, InvalidInputError),
-        ({"metrics": {"a": [1.0]}}, InvalidInputError),
-        ({"metrics": {f"m{i}": 1.0 for i in range(1001)}}, LimitError),
-        ({"metadata": {"a": object()}}, InvalidInputError),
-        ({"metadata": {"a": "x" * limits.METADATA_BYTES_MAX}}, LimitError),
-        ({"directions": {"a": "down"}}, InvalidInputError),
-        ({"version": A}, CommitConflictError),
+        ({"step": -1}, errors.InvalidInputError),
+        ({"step": 2**63}, errors.InvalidInputError),
+        ({"step": 1.0}, errors.InvalidInputError),
+        ({"step": True}, errors.InvalidInputError),
+        ({"run": "a@b"}, errors.InvalidInputError),
+        ({"tags": ["latest"]}, errors.InvalidInputError),
+        ({"tags": [f"t{i}" for i in range(101)]}, errors.LimitError),
+        ({"metrics": {"a": "1.0"}}, errors.InvalidInputError),
+        ({"metrics": {"a": None}}, errors.InvalidInputError),
+        ({"metrics": {"a": [1.0]}}, errors.InvalidInputError),
+        ({"metrics": {f"m{i}": 1.0 for i in range(1001)}}, errors.LimitError),
+        ({"metadata": {"a": object()}}, errors.InvalidInputError),
+        ({"metadata": {"a": "x" * limits.METADATA_BYTES_MAX}}, errors.LimitError),
+        ({"directions": {"a": "down"}}, errors.InvalidInputError),
+        ({"version": A}, errors.CommitConflictError),
     ],
     ids=[str(number) for number in range(15)],
 )
@@ -354,12 +325,12 @@ def test_wishes_that_are_refused(changed: dict[str, Any], error: type[Exception]
         ([], "full", None),
         ([], "record", None),
         ([Pin(version=A)], "full", None),
-        ([Pin(version=A)], "weights", PolicyError),
-        ([Pin(version=A)], "record", PolicyError),
-        ([Delete(versions=(A,))], "full", CommitConflictError),
-        ([Condemn(keys=(_NEW,))], "full", CondemnedError),
-        ([Condemn(keys=(_PACK,))], "weights", CondemnedError),
-        ([Condemn(keys=(_PACK,)), Swept(keys=(_PACK,))], "full", CondemnedError),
+        ([Pin(version=A)], "weights", errors.PolicyError),
+        ([Pin(version=A)], "record", errors.PolicyError),
+        ([Delete(versions=(A,))], "full", errors.CommitConflictError),
+        ([Condemn(keys=(_NEW,))], "full", errors.CondemnedError),
+        ([Condemn(keys=(_PACK,))], "weights", errors.CondemnedError),
+        ([Condemn(keys=(_PACK,)), Swept(keys=(_PACK,))], "full", errors.CondemnedError),
         ([Condemn(keys=(pack_key(A),))], "full", None),
         ([Quarantine(versions=(A,))], "full", None),
     ],
@@ -371,13 +342,10 @@ def test_moves_that_are_refused(
     """A pinned version loses no content, and no version moves to a condemned manifest or pack."""
     catalog = folded(CreateRun(run="r"), save_op(A), *before)
     move = Move(
-        version=A,
-        based_on="1" * 64,
-        level=level,
-        manifest=None if level == "record" else move_op().manifest,
-        content="2" * 64,
+        version=A, based_on="1" * 64, level=level,
+        manifest=None if level == "record" else move_op().manifest, content="2" * 64,
         relies_on=() if level == "record" else (_NEW, _PACK),
-    )
+    )  # fmt: skip
     if error is None:
         (op,) = content_ops.relocate(catalog, [move])
         assert extended(catalog, [commit_after(catalog, op)])[1] is None
@@ -391,21 +359,21 @@ def test_tags_and_annotations_name_what_is_there() -> None:
     catalog = folded(CreateRun(run="r"), CreateRun(run="s"), save_op(A, tags=["good"]))
     assert run_ops.tag(catalog, "r", A, "t") == [Tag(run="r", tag="t", version=A)]
     assert run_ops.untag(catalog, "r", "good") == [Untag(run="r", tag="good")]
-    with pytest.raises(InvalidInputError, match="tag it in run 'r'"):
+    with pytest.raises(errors.InvalidInputError, match="tag it in run 'r'"):
         run_ops.tag(catalog, "s", A, "t")
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         run_ops.tag(catalog, "x", A, "t")
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run_ops.tag(catalog, "r", B, "t")
-    with pytest.raises(VersionNotFoundError, match="did you mean good"):
+    with pytest.raises(errors.VersionNotFoundError, match="did you mean good"):
         run_ops.untag(catalog, "r", "god")
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run_ops.annotate(catalog, B, {"a": 1.0})
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         run_ops.annotate(catalog, A, {})
     many = Annotate(version=A, metrics={f"m{i}": 0.0 for i in range(999)})
     full, _ = extended(catalog, [commit_after(catalog, many)])
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         run_ops.annotate(full, A, {"x": 1, "y": 2})
 
 
@@ -417,7 +385,7 @@ def test_metrics_accept_what_is_a_number() -> None:
     assert [checked["a"], checked["b"], checked["c"]] == [1.0, 1.0, 0.5]
     refused: list[object] = ["1", b"1", None, [], 10**400]
     for value in refused:
-        with pytest.raises(InvalidInputError, match="'loss'"):
+        with pytest.raises(errors.InvalidInputError, match="'loss'"):
             check_metrics({"loss": value})
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         check_directions({f"m{i}": "min" for i in range(1001)})

@@ -15,13 +15,9 @@ from labkit import processor
 
 def _skipped(reason: str) -> pytest.TestReport:
     return pytest.TestReport(
-        nodeid="test_x.py::test_x",
-        location=("test_x.py", 1, "test_x"),
-        keywords={},
-        outcome="skipped",
-        longrepr=("test_x.py", 1, f"Skipped: {reason}"),
-        when="setup",
-    )
+        nodeid="test_x.py::test_x", location=("test_x.py", 1, "test_x"), keywords={},
+        outcome="skipped", longrepr=("test_x.py", 1, f"Skipped: {reason}"), when="setup",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -75,13 +71,10 @@ def test_what_is_no_skip_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("marks", "default_s", "expected"),
     [
-        (["lab"], 120.0, 600.0),
-        (["soak"], 120.0, 7200.0),
-        (["lab", "soak"], 120.0, 7200.0),
-        (["lab"], 7200.0, 7200.0),
-        ([], 120.0, 120.0),
+        (["lab"], 120.0, 600.0), (["soak"], 120.0, 7200.0), (["lab", "soak"], 120.0, 7200.0),
+        (["lab"], 7200.0, 7200.0), ([], 120.0, 120.0),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("slowness", [1.0, 3.5])
 def test_time_limits(
     request: pytest.FixtureRequest,

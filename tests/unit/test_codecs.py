@@ -28,14 +28,9 @@ from ckptstore.repo import create_on
 from ckptstore.store.store import Store
 
 ITEM_BYTES = {
-    Layout.BYTES: 1,
-    Layout.FLOAT32: 4,
-    Layout.FLOAT16: 2,
-    Layout.FLOAT64: 8,
-    Layout.BYTES2: 2,
-    Layout.BYTES4: 4,
-    Layout.BYTES8: 8,
-}
+    Layout.BYTES: 1, Layout.FLOAT32: 4, Layout.FLOAT16: 2, Layout.FLOAT64: 8, Layout.BYTES2: 2,
+    Layout.BYTES4: 4, Layout.BYTES8: 8,
+}  # fmt: skip
 
 
 def _stored(raw: bytes, layout: Layout, choice: str = "auto") -> tuple[int, int, bytes]:
@@ -199,15 +194,10 @@ OBJECTS = limits.WRITE_BYTES_PER_S_DEFAULT
 @pytest.mark.parametrize(
     ("speed", "workers", "codec"),
     [
-        (LOCAL, 1, "raw"),
-        (LOCAL, 2, "raw"),
-        (LOCAL, 8, "planes"),
-        (NFS, 1, "planes"),
-        (NFS, 2, "planes"),
-        (OBJECTS, 1, "planes"),
-        (10 * LOCAL, 8, "raw"),
+        (LOCAL, 1, "raw"), (LOCAL, 2, "raw"), (LOCAL, 8, "planes"), (NFS, 1, "planes"),
+        (NFS, 2, "planes"), (OBJECTS, 1, "planes"), (10 * LOCAL, 8, "raw"),
     ],
-)
+)  # fmt: skip
 def test_threads_that_outrun_the_storage_compress(speed: float, workers: int, codec: str) -> None:
     """Few threads are too slow for a disk and not for S3 or NFS; many outrun a disk too."""
     assert auto_codec(speed, workers=workers) == codec

@@ -16,7 +16,7 @@ from coldbackend import ColdBackend, Shelf
 from metered import MeteredBackend
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.azure import AzureColdStorage
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.gcs import GcsColdStorage
@@ -31,14 +31,6 @@ from ckptstore.backends.storage_classes import (
     check_pack_class,
     class_named,
     is_classed,
-)
-from ckptstore.errors import (
-    ColdObjectError,
-    InvalidInputError,
-    LimitError,
-    ObjectNotFoundError,
-    StorageError,
-    TransientStorageError,
 )
 from ckptstore.format.keys import OBJECT_PREFIXES, PACKS_PREFIX, STORE_KEY, pack_key
 from ckptstore.repo import create_on, open_on
@@ -82,9 +74,9 @@ def test_what_is_cold_is_refused_until_it_is_restored(backend: Backend) -> None:
         lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
         lambda: cold.set_class(KEY, STANDARD),
     ):
-        with pytest.raises(ColdObjectError) as caught:
+        with pytest.raises(errors.ColdObjectError) as caught:
             read()
-        assert not isinstance(caught.value, TransientStorageError)
+        assert not isinstance(caught.value, errors.TransientStorageError)
     assert cold.request_restore(KEY, days=3, tier="Bulk")
     state = cold.restore_state(KEY)
     assert state.is_readable
@@ -105,9 +97,9 @@ def test_what_is_not_there_is_told(backend: Backend) -> None:
         lambda: cold.set_class(gone, "GLACIER"),
         lambda: cold.request_restore(gone, days=1, tier="Bulk"),
     ):
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(errors.ObjectNotFoundError):
             ask()
-    with pytest.raises(StorageError, match="no such class"):
+    with pytest.raises(errors.StorageError, match="no such class"):
         cold.set_class(KEY, "NO_CLASS")
 
 
@@ -139,7 +131,7 @@ def test_classes_of_new_packs_can_be_read_at_once() -> None:
     assert check_pack_class("GLACIER_IR") == "GLACIER_IR"
     assert check_pack_class("EC_COLD") == "EC_COLD"  # of an administrator
     for wrong in ("GLACIER", "DEEP_ARCHIVE", "no class", 3):
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             check_pack_class(wrong)
 
 
@@ -188,7 +180,7 @@ def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
 def test_a_copy_is_conditional_on_what_was_seen() -> None:
     """So that a second one, sent after a lost answer, is no copy within the new class."""
     cold, calls = _s3({})
-    with pytest.raises(StorageError, match="does this storage have the class"):
+    with pytest.raises(errors.StorageError, match="does this storage have the class"):
         cold.set_class(KEY, "STANDARD_IA")  # and a server that forgets the class is noticed
     (copy,) = [request for method, request in calls.sent if method == "copy_object"]
     assert copy["CopySourceIfUnmodifiedSince"] == calls.head["LastModified"]
@@ -221,7 +213,7 @@ def test_a_refused_copy_within_one_class_is_looked_at(moved: bool) -> None:
 def test_an_object_too_large_for_a_copy_is_refused() -> None:
     """With what can move it; and no pack is so large."""
     cold, calls = _s3({"ContentLength": limits.S3_COPY_BYTES_MAX + 1})
-    with pytest.raises(LimitError, match="lifecycle"):
+    with pytest.raises(errors.LimitError, match="lifecycle"):
         cold.set_class(KEY, "STANDARD_IA")
     assert [method for method, _ in calls.sent] == ["head_object"]
     assert limits.PACK_BYTES_MAX < limits.S3_COPY_BYTES_MAX
@@ -270,7 +262,7 @@ def test_gcs_writes_packs_in_a_class(gcs_bucket: GcsBucket) -> None:
     state = cold.restore_state(KEY)
     assert (state.storage_class, state.access) == ("NEARLINE", "readable")
     assert not cold.request_restore(KEY, days=1, tier="Standard")
-    with pytest.raises(StorageError, match="afterwards"):  # fake-gcs-server forgets it
+    with pytest.raises(errors.StorageError, match="afterwards"):  # fake-gcs-server forgets it
         cold.set_class(KEY, "COLDLINE")
     assert backend.get(KEY, bytes_max=100) == b"chunks"
     backend.close()
@@ -317,17 +309,17 @@ def test_azure_sets_tiers(azure_bucket: AzureBucket) -> None:
         lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
         lambda: cold.set_class(KEY, "Cool"),
     ):
-        with pytest.raises(ColdObjectError) as caught:
+        with pytest.raises(errors.ColdObjectError) as caught:
             read()
-        assert not isinstance(caught.value, TransientStorageError)
+        assert not isinstance(caught.value, errors.TransientStorageError)
     assert cold.request_restore(KEY, days=3, tier="High")
     assert not cold.request_restore(KEY, days=3, tier="High")
     state = cold.restore_state(KEY)
     assert (state.storage_class, state.access, state.restored_until) == (STANDARD, "readable", None)
     assert backend.get(KEY, bytes_max=100) == b"chunks"
-    with pytest.raises(InvalidInputError, match="ARCHIVE"):
+    with pytest.raises(errors.InvalidInputError, match="ARCHIVE"):
         cold.set_class(KEY, "ARCHIVE")  # a class of GCS
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         cold.set_class(pack_key("b" * 32), "Cool")
     backend.close()
 
@@ -359,7 +351,7 @@ class _Blob:
     def set(self, _what: str, _key: str, tier: str, options: Mapping[str, str]) -> None:
         if self.archive_status:
             msg = "HTTP 409 BlobBeingRehydrated"
-            raise ColdObjectError(msg)
+            raise errors.ColdObjectError(msg)
         self.sent.append((tier, options))
         self.archive_status = "rehydrate-pending-to-hot" if self.blob_tier == "Archive" else None
 
@@ -376,7 +368,7 @@ def test_azure_rehydrates_in_hours() -> None:
     state = cold.restore_state(KEY)
     assert (state.storage_class, state.access) == ("Archive", "restoring")
     assert not cold.request_restore(KEY, days=7, tier="Standard")
-    with pytest.raises(ColdObjectError):
+    with pytest.raises(errors.ColdObjectError):
         cold.set_class(KEY, "Cool")
     blob.archive_status, blob.blob_tier = None, "Hot"
     assert cold.restore_state(KEY).access == "readable"
@@ -394,7 +386,7 @@ def test_an_account_without_tiers_is_told() -> None:
     """A premium account tells none; a move that has no effect is noticed."""
     blob = _Blob("")
     assert blob.cold().restore_state(KEY).storage_class == STANDARD
-    with pytest.raises(StorageError, match="afterwards"):
+    with pytest.raises(errors.StorageError, match="afterwards"):
         blob.cold().set_class(KEY, "Cool")
 
 
@@ -408,11 +400,11 @@ def test_a_version_on_azure_is_archived_and_thawed(azure_bucket: AzureBucket) ->
         report = store.archive(runs=["r"], storage_class="Archive")
         assert (report.ok, report.moved.count) == (True, 1)
         assert sorted(azure_bucket.tiers().values()).count("Archive") == 1
-        with pytest.raises(ColdObjectError) as caught:
+        with pytest.raises(errors.ColdObjectError) as caught:
             store.load("r@1")
         assert "ckptstore thaw" in caught.value.hint
         assert store.verify().ok
-        with pytest.raises(InvalidInputError, match="'Bulk'"):
+        with pytest.raises(errors.InvalidInputError, match="'Bulk'"):
             store.thaw("r@1", tier="Bulk")
         thawed = store.thaw("r@1", wait=True, poll_s=0.01)
         assert (thawed.ready, thawed.for_good, thawed.restored_until) == (True, True, None)
@@ -435,7 +427,7 @@ def test_wrappers_pass_classes_on() -> None:
         if not failed:
             failed.append(key)
             msg = "busy"
-            raise TransientStorageError(msg)
+            raise errors.TransientStorageError(msg)
 
     shelf.before_move = fail_once
     wrapped = _cold(MeteredBackend(RetryingBackend(inner, base_s=0.001)))

@@ -49,32 +49,19 @@ from ckptstore.format.names import check_metric_name, check_run_name, check_tag,
 
 ID = "0123456789abcdef" * 2
 SAVE = Save(
-    version=ID,
-    run="gpt",
-    step=7,
-    parent="",
+    version=ID, run="gpt", step=7, parent="",
     manifest=ManifestPointer(key=manifest_key(ID), stored_bytes=10, digest="a" * 64),
-    content="b" * 64,
-    metrics={"loss": 1.5},
-    tags=["v1"],
-    metadata=msgspec.Raw(b'{"lr":0.1}'),
-    roles={"weights": RoleSizes(logical=1, new=2, stored=3)},
-    receipt={"durable_s": 0.5},
-)
+    content="b" * 64, metrics={"loss": 1.5}, tags=["v1"], metadata=msgspec.Raw(b'{"lr":0.1}'),
+    roles={"weights": RoleSizes(logical=1, new=2, stored=3)}, receipt={"durable_s": 0.5},
+)  # fmt: skip
 
 
 def body(*ops: Op, number: int = 1) -> CommitBody:
     """Return a commit body around operations."""
     return CommitBody(
-        magic="ckptstore-commit",
-        format=1,
-        number=number,
-        previous="" if number == 1 else "c" * 64,
-        write_id=ID,
-        at_ms=1_700_000_000_000,
-        by="ana@node7 4711",
-        ops=ops,
-    )
+        magic="ckptstore-commit", format=1, number=number, previous="" if number == 1 else "c" * 64,
+        write_id=ID, at_ms=1_700_000_000_000, by="ana@node7 4711", ops=ops,
+    )  # fmt: skip
 
 
 def hostile(**changes: Any) -> bytes:  # noqa: ANN401 - any JSON
@@ -398,14 +385,10 @@ def test_keys_are_the_documented_ones() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "commits/000001/000000000042.json",
-        "commits/000000/000000000000.json",
-        "commits/42.json",
-        "commits/000000/000000000042.json.tmp",
-        "snapshots/1.snap",
-        "packs/ff/" + ID + ".pack",
+        "commits/000001/000000000042.json", "commits/000000/000000000000.json", "commits/42.json",
+        "commits/000000/000000000042.json.tmp", "snapshots/1.snap", "packs/ff/" + ID + ".pack",
     ],
-)
+)  # fmt: skip
 def test_foreign_keys_are_not_taken_for_ours(key: str) -> None:
     """A key in the wrong folder or form has no number and no id."""
     assert commit_number(key) is None
@@ -487,13 +470,11 @@ class StaleListing(WrapperBackend):
         self.errors = errors
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Fail while there are errors."""
         if self.errors:
             raise self.errors.pop(0)
         super().put_if_absent(key, data)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """List the name, from a cache."""
         return iter([ObjectInfo(key=prefix, size_bytes=1, modified_at=0.0)])
 
 

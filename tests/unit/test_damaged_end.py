@@ -14,19 +14,11 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.log import Build
 from ckptstore.config import Options
-from ckptstore.errors import (
-    CkptStoreError,
-    CommitConflictError,
-    CorruptObjectError,
-    StoreNotFoundError,
-    UnsafeBackendError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import decode_superblock, encode_superblock
@@ -127,7 +119,7 @@ def test_reading_goes_on_and_repair_mends(
             store.verify,
             store.gc,
         ):
-            with pytest.raises(CorruptObjectError, match=commit_key(3)) as caught:
+            with pytest.raises(errors.CorruptObjectError, match=commit_key(3)) as caught:
                 write()
             assert f"ckptstore repair --store {place}" in caught.value.hint
             assert "b'" not in str(caught.value)
@@ -215,15 +207,15 @@ def test_who_had_read_it_stops(place: Path) -> None:
         assert _steps(knew) == _steps(other) == [1, 2, 3]
         DAMAGES["torn"](place / commit_key(3))
         assert _steps(knew) == [1, 2, 3]
-        with pytest.raises(CorruptObjectError, match="end of the log"):
+        with pytest.raises(errors.CorruptObjectError, match="end of the log"):
             knew.run("r").save({}, step=4)
-        with pytest.raises(CommitConflictError, match="had read"):
+        with pytest.raises(errors.CommitConflictError, match="had read"):
             knew.repair()
         with ckptstore.open(place) as third:
             assert third.repair().ok
         for store in (knew, other):
             for call in (store.versions, lambda: store.run("r").save({}, step=4)):  # noqa: B023
-                with pytest.raises(CorruptObjectError, match="history was changed"):
+                with pytest.raises(errors.CorruptObjectError, match="history was changed"):
                     call()
     _check_goes_on(place, [1, 2])
 
@@ -236,7 +228,7 @@ def test_who_goes_on_from_it_leaves_no_end_to_set_aside(place: Path, tmp_path: P
     DAMAGES["torn"](place / commit_key(3))
     with ckptstore.open(place) as store:
         for call in (store.versions, lambda: store.load("r@latest-valid"), store.verify):
-            with pytest.raises(CorruptObjectError, match=commit_key(3)):
+            with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
                 call()
         assert [one.set_aside for one in store.repair().commits] == [False]
     with ckptstore.open(place, single_writer=True) as store:
@@ -267,7 +259,7 @@ def test_a_record_of_another_history_is_no_damage(place: Path, tmp_path: Path) -
     shutil.copy(tmp_path / "o" / commit_key(3), place / commit_key(3))
     with ckptstore.open(place) as store:
         for call in (store.versions, store.repair, store.verify):
-            with pytest.raises(CkptStoreError, match="history was changed"):
+            with pytest.raises(errors.CkptStoreError, match="history was changed"):
                 call()
 
 
@@ -293,7 +285,7 @@ def test_a_missing_one_is_made_from_what_is_there(superblock_place: Path) -> Non
     """Chunk size and time come back, the storage is asked, the id is new; everything loads."""
     before = superblock(superblock_place)
     (superblock_place / STORE_KEY).unlink()
-    with pytest.raises(StoreNotFoundError, match=r"but no store\.json .* ckptstore repair"):
+    with pytest.raises(errors.StoreNotFoundError, match=r"but no store\.json .* ckptstore repair"):
         ckptstore.open(superblock_place)
     dry = ckptstore.mend_superblock(superblock_place, dry_run=True)
     assert not (superblock_place / STORE_KEY).exists()
@@ -388,7 +380,7 @@ def test_a_damaged_one_is_replaced_for_who_vouches(superblock_place: Path) -> No
     data[60] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
-    with pytest.raises(CorruptObjectError, match="ckptstore repair --single-writer"):
+    with pytest.raises(errors.CorruptObjectError, match="ckptstore repair --single-writer"):
         ckptstore.open(superblock_place)
     found = ckptstore.mend_superblock(superblock_place)
 
@@ -415,14 +407,14 @@ def test_what_cannot_be_had_is_named(superblock_place: Path) -> None:
 def test_nothing_is_made_where_there_was_no_store(tmp_path: Path, superblock_place: Path) -> None:
     """An empty place is no store; nor is one with a damaged ``store.json`` and nothing else."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StoreNotFoundError, match="ckptstore init"):
+    with pytest.raises(errors.StoreNotFoundError, match="ckptstore init"):
         ckptstore.mend_superblock(tmp_path / "empty")
     (tmp_path / "empty" / STORE_KEY).write_bytes(b"{}")
-    with pytest.raises(CorruptObjectError, match="no commit"):
+    with pytest.raises(errors.CorruptObjectError, match="no commit"):
         ckptstore.mend_superblock(tmp_path / "empty", single_writer=True)
     shutil.rmtree(superblock_place / "commits")
     (superblock_place / STORE_KEY).unlink()
-    with pytest.raises(StoreNotFoundError, match="restore commits/"):
+    with pytest.raises(errors.StoreNotFoundError, match="restore commits/"):
         ckptstore.mend_superblock(superblock_place)
     assert not (superblock_place / STORE_KEY).exists()
 
@@ -439,7 +431,7 @@ def test_storage_without_put_if_absent_needs_a_single_writer(
     with create_on(memory, options=alone, prober=careless) as repo:
         repo.log.append(saving())
     memory.delete(STORE_KEY)
-    with pytest.raises(UnsafeBackendError):
+    with pytest.raises(errors.UnsafeBackendError):
         mend_superblock(memory, prober=careless)
     found = mend_superblock(memory, options=alone, prober=careless)
     assert found is not None
@@ -448,5 +440,5 @@ def test_storage_without_put_if_absent_needs_a_single_writer(
         assert repo.superblock.single_writer
         body = {**msgspec.to_builtins(repo.superblock), "format": 99}
     memory.put(STORE_KEY, encode_envelope(msgspec.json.encode(body)))
-    with pytest.raises(UnsupportedFeatureError):
+    with pytest.raises(errors.UnsupportedFeatureError):
         mend_superblock(memory, options=alone, prober=careless)

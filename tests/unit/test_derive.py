@@ -52,7 +52,6 @@ class Candidate(NamedTuple):
 
     @property
     def source(self) -> PieceSource:
-        """Return it as something to write."""
         return source_of(self.record, self.payload)
 
 
@@ -67,12 +66,9 @@ def _candidate(
 ) -> Candidate:
     record = TensorRecord(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape) if shape is None else shape,
-        order=order,
-        role="",
-        nbytes=tensor.nbytes,
-        blocks=blocks,
-    )
+        shape=tuple(tensor.shape) if shape is None else shape, order=order, role="",
+        nbytes=tensor.nbytes, blocks=blocks,
+    )  # fmt: skip
     return Candidate(record, _Bytes(tensor, in_place=in_place), wished)
 
 

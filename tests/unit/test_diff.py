@@ -35,23 +35,15 @@ def test_leaves_are_told_apart_by_digest(memory: MemoryBackend) -> None:
     run = store.run("gpt")
     kept, moved = torch.randn(100), torch.randn(60)
     before = {
-        "kept": kept,
-        "old.name": moved,
-        "gone": torch.randn(5),
-        "w": torch.zeros(50),
-        "shape": torch.zeros(4),
-        "dtype": torch.zeros(4, dtype=torch.int32),
+        "kept": kept, "old.name": moved, "gone": torch.randn(5), "w": torch.zeros(50),
+        "shape": torch.zeros(4), "dtype": torch.zeros(4, dtype=torch.int32),
         "opt": {"lr": 0.1, "betas": (0.9, 0.99), "step": 1},
-    }
+    }  # fmt: skip
     after = {
-        "kept": kept,
-        "new.name": moved,
-        "w": torch.ones(50),
-        "shape": torch.zeros(2, 2),
-        "dtype": torch.zeros(4),
-        "fresh": torch.randn(7),
+        "kept": kept, "new.name": moved, "w": torch.ones(50), "shape": torch.zeros(2, 2),
+        "dtype": torch.zeros(4), "fresh": torch.randn(7),
         "opt": {"lr": 0.2, "betas": (0.9, 0.99), "extra": None},
-    }
+    }  # fmt: skip
     run.save(before, step=1)
     run.save(after, step=2)
     reads = metered.snapshot()["read_into"].calls  # the probe's

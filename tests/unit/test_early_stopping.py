@@ -93,14 +93,10 @@ def test_the_best_is_the_best(values: list[float]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mode": "least"},
-        {"patience": 0},
-        {"warmup": -1},
-        {"min_delta": -1.0},
-        {"min_delta": math.nan},
-        {"min_delta": math.inf},
+        {"mode": "least"}, {"patience": 0}, {"warmup": -1}, {"min_delta": -1.0},
+        {"min_delta": math.nan}, {"min_delta": math.inf},
     ],
-)
+)  # fmt: skip
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     """At once, not after a night of training."""
     with pytest.raises(InvalidInputError):

@@ -88,13 +88,6 @@ def _error(given: torch.Tensor, back: torch.Tensor) -> float:
     return float(off)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """Return an open store on disk."""
-    with ckptstore.open(tmp_path / "ckpts", create=True) as opened:
-        yield opened
-
-
 @pytest.fixture(params=ENGINES)
 def saving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Saving]]:
     """Return a store and a function that saves to run ``gpt``, one for each engine."""

@@ -49,8 +49,6 @@ def _there_and_back(encoding: Encoding, values: npt.NDArray[np.float32]) -> npt.
 
 
 # --- books --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("code", ["dynamic-signed", "dynamic-unsigned"])
 def test_a_dynamic_book_is_the_tree_of_the_paper(code: str) -> None:
     """256 ascending values: 0, 1, and in seven decades twice as many values in each next one."""
@@ -91,8 +89,6 @@ def test_the_format_knows_the_same_codes() -> None:
 
 
 # --- blocks -------------------------------------------------------------------------------------
-
-
 @given(ARRAYS, BLOCKS)
 def test_linear_codes_are_the_nearest(values: npt.NDArray[np.float32], block: int) -> None:
     """No element of a block differs by more than half a step of its scale; the largest is exact."""
@@ -221,8 +217,6 @@ def test_a_half_precision_tensor_is_scaled_too() -> None:
 
 
 # --- measuring ----------------------------------------------------------------------------------
-
-
 def test_differences_are_over_finite_elements() -> None:
     """NaN and infinities that stay are no error; those that appear are a problem."""
     was = np.array([1.0, np.nan, np.inf, 3.0], np.float32)
@@ -283,8 +277,6 @@ def test_what_a_form_cannot_hold() -> None:
 
 
 # --- encodings as text --------------------------------------------------------------------------
-
-
 @given(
     st.sampled_from(NAMES),
     st.none() | st.integers(limits.RECIPE_BLOCK_MIN, limits.RECIPE_BLOCK_MAX),
@@ -306,20 +298,14 @@ def test_the_text_of_an_encoding_is_read_back(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bf15", "did you mean 'bf16'"),
-        ("", "not an encoding"),
-        ("int8:", "not an option"),
-        ("int8:blocks=3", "not an option"),
-        ("int8:block=3", "from 8 to"),
-        ("int8:block=2.5", "not a number"),
-        ("int8:block=64,block=32", "not an option"),
-        ("bf16:block=64", "no blocks"),
-        ("bf16:rel_l2=0", "above 0"),
-        ("bf16:rel_l2=nan", "above 0"),
-        ("bf16:max_abs=inf", "above 0"),
+        ("bf15", "did you mean 'bf16'"), ("", "not an encoding"), ("int8:", "not an option"),
+        ("int8:blocks=3", "not an option"), ("int8:block=3", "from 8 to"),
+        ("int8:block=2.5", "not a number"), ("int8:block=64,block=32", "not an option"),
+        ("bf16:block=64", "no blocks"), ("bf16:rel_l2=0", "above 0"),
+        ("bf16:rel_l2=nan", "above 0"), ("bf16:max_abs=inf", "above 0"),
         ("lossless:rel_l2=0.1", "no error"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_encoding_is_refused(text: str, message: str) -> None:
     """The message says what is wrong, and what would be right."""
     with pytest.raises(InvalidInputError, match=message):
@@ -349,7 +335,6 @@ def test_a_form_has_the_name_that_asks_for_it(name: str) -> None:
 
 
 # --- rules --------------------------------------------------------------------------------------
-
 WIDE = (100, 100)
 
 
@@ -376,12 +361,9 @@ def test_the_first_rule_that_matches_counts() -> None:
         "*": Encoding("dynamic8"),
     }
     targets = [
-        (("model", "head", "weight"), "weights"),
-        (("model", "embed", "weight"), "weights"),
-        (("model", "body"), "weights"),
-        (("other",), "extra"),
-        (("rng",), "rng"),
-    ]
+        (("model", "head", "weight"), "weights"), (("model", "embed", "weight"), "weights"),
+        (("model", "body"), "weights"), (("other",), "extra"), (("rng",), "rng"),
+    ]  # fmt: skip
     assert _wishes(rules, *targets) == {1: "int8:block=64", 2: "bf16", 3: "dynamic8"}
 
 
@@ -461,13 +443,10 @@ def test_a_rule_that_takes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"role:wieghts": "bf16"}, "not a role"),
-        ({"*": "bf17"}, "not an encoding"),
-        ({7: "bf16"}, "a pattern must be"),
-        ("bf16", "mapping"),
-        ([("*", "bf16")], "mapping"),
+        ({"role:wieghts": "bf16"}, "not a role"), ({"*": "bf17"}, "not an encoding"),
+        ({7: "bf16"}, "a pattern must be"), ("bf16", "mapping"), ([("*", "bf16")], "mapping"),
     ],
-)
+)  # fmt: skip
 def test_rules_that_are_none_are_refused(rules: Any, message: str) -> None:  # noqa: ANN401
     """Before anything is read: a rule is right or an error."""
     with pytest.raises(InvalidInputError, match=message):

@@ -157,7 +157,6 @@ class _Between(WrapperBackend):
     after: Callable[[Sequence[memoryview]], object] | None = None
 
     def read_into(self, key: str, offset: int, buffers: Buffers) -> None:
-        """Read, with what comes between."""
         before, self.before = self.before, None
         if before is not None:
             before()
@@ -375,28 +374,14 @@ def test_the_plain_part_of_a_save_leaves_the_state_behind() -> None:
     """It goes to another process, where adapters and callbacks of the user cannot go."""
     adapter: Any = lambda: None  # noqa: E731 - what no pickle holds
     request = SaveRequest(
-        run="gpt",
-        step=3,
-        directions={"loss": "min"},
-        metrics={"loss": 1.5},
-        tags=["a"],
-        metadata={"n": (1, 2)},
-        codec="raw",
-        derive=False,
-        adapters=[adapter],
-        plain=True,
+        run="gpt", step=3, directions={"loss": "min"}, metrics={"loss": 1.5}, tags=["a"],
+        metadata={"n": (1, 2)}, codec="raw", derive=False, adapters=[adapter], plain=True,
         progress=adapter,
-    )
+    )  # fmt: skip
     plain = request.portable()
     assert type(plain) is WriteRequest
     assert plain == WriteRequest(
-        run="gpt",
-        step=3,
-        directions={"loss": "min"},
-        metrics={"loss": 1.5},
-        tags=("a",),
-        metadata={"n": [1, 2]},
-        codec="raw",
-        derive=False,
-    )
+        run="gpt", step=3, directions={"loss": "min"}, metrics={"loss": 1.5}, tags=("a",),
+        metadata={"n": [1, 2]}, codec="raw", derive=False,
+    )  # fmt: skip
     assert pickle.loads(pickle.dumps(plain)) == plain  # noqa: S301 - our own

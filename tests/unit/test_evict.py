@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import content_ops
@@ -23,19 +23,11 @@ from ckptstore.catalog.lifecycle_ops import Delete, Pin, Unpin, pin_for
 from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.catalog.state import Op
 from ckptstore.config import Options
-from ckptstore.errors import (
-    InvalidInputError,
-    LimitError,
-    NotFoundError,
-    PolicyError,
-    ReadOnlyError,
-    StorageError,
-    VersionNotFoundError,
-)
 from ckptstore.jobs import read_job, run_job
 from ckptstore.maintenance.replicas.evict import EvictReport, evict
 from ckptstore.model import Version
 from ckptstore.repo import create_on, open_on
+from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 STEPS = (1, 2, 3)
@@ -49,7 +41,6 @@ class _Watched(MemoryBackend):
     kind: type | None = None
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object."""
         awaited = key.startswith("commits/") and self._is_awaited(bytes(data))
         if self.before and awaited:
             call, self.before = self.before, None
@@ -66,10 +57,10 @@ class _Watched(MemoryBackend):
 
 
 @pytest.fixture
-def hot(request: pytest.FixtureRequest) -> ckptstore.Store:
+def hot(request: pytest.FixtureRequest) -> Store:
     """Return a store of three versions."""
     backend = _Watched(f"evict/{request.node.nodeid}/hot")
-    store = ckptstore.Store(create_on(backend, chunk_bytes=1 << 16))
+    store = Store(create_on(backend, chunk_bytes=1 << 16))
     run = store.run("gpt", metrics={"loss": "min"})
     for step in STEPS:
         run.save(_state(step), step=step, metrics={"loss": 1 / step})
@@ -77,10 +68,10 @@ def hot(request: pytest.FixtureRequest) -> ckptstore.Store:
 
 
 @pytest.fixture
-def cold(request: pytest.FixtureRequest, hot: ckptstore.Store) -> ckptstore.Store:
+def cold(request: pytest.FixtureRequest, hot: Store) -> Store:
     """Return its replica."""
     backend = MemoryBackend(f"evict/{request.node.nodeid}/cold")
-    store = ckptstore.Store(create_on(backend, chunk_bytes=1 << 16))
+    store = Store(create_on(backend, chunk_bytes=1 << 16))
     hot.replicate(store)
     return store
 
@@ -89,14 +80,14 @@ def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": {"w": torch.full((20_000,), float(step))}, "m": {"v": torch.arange(9.0)}}
 
 
-def _watched(store: ckptstore.Store) -> _Watched:
+def _watched(store: Store) -> _Watched:
     backend = store.repo.backend
     while not isinstance(backend, _Watched):
         backend = backend.inner  # type: ignore[attr-defined]
     return backend
 
 
-def _evict(hot: ckptstore.Store, cold: ckptstore.Store) -> EvictReport:
+def _evict(hot: Store, cold: Store) -> EvictReport:
     return evict(hot.repo, cold.repo, hot.versions(), missing=_nothing)
 
 
@@ -105,16 +96,16 @@ def _nothing(versions: Sequence[Version]) -> set[str]:
     return set()
 
 
-def _levels(store: ckptstore.Store) -> list[str]:
+def _levels(store: Store) -> list[str]:
     return [version.level for version in store.versions()]
 
 
-def _assert_loads(store: ckptstore.Store, step: int) -> None:
+def _assert_loads(store: Store, step: int) -> None:
     loaded = store.load(f"gpt@{step}")
     assert torch.equal(loaded["model"]["w"], _state(step)["model"]["w"])
 
 
-def test_what_the_other_store_holds_goes(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_what_the_other_store_holds_goes(hot: Store, cold: Store) -> None:
     """All but the head; tagged and pinned ones stay."""
     hot.tag("gpt@2", "good")
     report = _evict(hot, cold)
@@ -125,11 +116,9 @@ def test_what_the_other_store_holds_goes(hot: ckptstore.Store, cold: ckptstore.S
 
 
 @pytest.mark.parametrize("how", ["delete", "reduce"])
-def test_let_go_there_at_the_same_moment(
-    hot: ckptstore.Store, cold: ckptstore.Store, how: str
-) -> None:
+def test_let_go_there_at_the_same_moment(hot: Store, cold: Store, how: str) -> None:
     """Deleted there after the last look and before the commit here: it is here as before."""
-    other = ckptstore.Store(cold.repo)
+    other = Store(cold.repo)
 
     def let_go() -> None:
         if how == "delete":
@@ -140,7 +129,7 @@ def test_let_go_there_at_the_same_moment(
     before = hot.versions()
     # Its own catalog, so that the evicting process has not seen the deletion.
     backend = cold.repo.backend
-    fresh = ckptstore.Store(create_on(backend, exist_ok=True))
+    fresh = Store(create_on(backend, exist_ok=True))
     _watched(hot).before = let_go
     report = evict(hot.repo, fresh.repo, hot.versions(), missing=_nothing)
 
@@ -157,9 +146,7 @@ def test_let_go_there_at_the_same_moment(
 
 
 @pytest.mark.parametrize("when", ["before", "at the same moment"])
-def test_a_damaged_copy_counts_for_nothing(
-    hot: ckptstore.Store, cold: ckptstore.Store, when: str
-) -> None:
+def test_a_damaged_copy_counts_for_nothing(hot: Store, cold: Store, when: str) -> None:
     """A version that the other store has quarantined stays here, though its objects are there."""
     copy = cold.resolve("gpt@1")
 
@@ -179,10 +166,10 @@ def test_a_damaged_copy_counts_for_nothing(
     _assert_loads(hot, 1)
 
 
-def test_collected_here_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_collected_here_at_the_same_moment(hot: Store, cold: Store) -> None:
     """A collection without grace that is faster yet: the report names what is to be undeleted."""
-    other = ckptstore.Store(create_on(cold.repo.backend, exist_ok=True))
-    collector = ckptstore.Store(create_on(hot.repo.backend, exist_ok=True))
+    other = Store(create_on(cold.repo.backend, exist_ok=True))
+    collector = Store(create_on(hot.repo.backend, exist_ok=True))
 
     def let_go() -> None:
         other.remove(["gpt@1"])
@@ -198,7 +185,7 @@ def test_collected_here_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore
     _assert_loads(other, 1)
 
 
-def test_what_is_not_all_there_stays(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_what_is_not_all_there_stays(hot: Store, cold: Store) -> None:
     """Versions whose objects are missing there are not let go."""
     gone = hot.versions()[0].id
     report = evict(hot.repo, cold.repo, hot.versions(), missing=lambda versions: [gone])
@@ -230,13 +217,13 @@ def test_a_dry_run_counts_what_would_come_first(tmp_path: Path, check: bool) -> 
     assert foreseen["evicted"] == (2 if check else 0)
 
 
-def test_no_answer_to_the_second_look(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_no_answer_to_the_second_look(hot: Store, cold: Store) -> None:
     """Where the other store cannot be looked at again, everything is here as before."""
     down = Fault(calls=frozenset({"list"}), at=0, times=0)
     backend = FaultyBackend(cold.repo.backend, down)
-    there = ckptstore.Store(create_on(backend, exist_ok=True))
+    there = Store(create_on(backend, exist_ok=True))
     _watched(hot).after = lambda: setattr(down, "at", down.seen + 1)
-    with pytest.raises(StorageError, match="injected"):
+    with pytest.raises(errors.StorageError, match="injected"):
         evict(hot.repo, there.repo, hot.versions(), missing=_nothing)
 
     assert _levels(hot) == ["full", "full", "full"]
@@ -245,14 +232,12 @@ def test_no_answer_to_the_second_look(hot: ckptstore.Store, cold: ckptstore.Stor
         _assert_loads(hot, step)
 
 
-def test_what_was_damaged_comes_back_as_damaged(
-    hot: ckptstore.Store, cold: ckptstore.Store
-) -> None:
+def test_what_was_damaged_comes_back_as_damaged(hot: Store, cold: Store) -> None:
     """Whose parts are lost here, and who comes back all the same, is shared with by nobody."""
     damaged = hot.versions()[0]
     lost = {damaged.id: damaged.manifest_digest}
     hot.repo.log.append(lambda now: content_ops.quarantine(now, lost))
-    other = ckptstore.Store(create_on(cold.repo.backend, exist_ok=True))
+    other = Store(create_on(cold.repo.backend, exist_ok=True))
     _watched(hot).before = lambda: other.remove(["gpt@1"])
     report = _evict(hot, cold)
 
@@ -266,13 +251,13 @@ ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
 
 @pytest.fixture
-def stores(request: pytest.FixtureRequest) -> tuple[ckptstore.Store, ckptstore.Store]:
+def stores(request: pytest.FixtureRequest) -> tuple[Store, Store]:
     """Return a store of four versions, and its replica ``cold``."""
-    made: list[ckptstore.Store] = []
+    made: list[Store] = []
     for place in ("cold", "hot"):
         backend = _Watched(f"pins/{request.node.nodeid}/{place}")
         repo = create_on(backend, chunk_bytes=1 << 16)
-        made.append(ckptstore.Store(repo, replicas={"cold": made[0]} if made else None))
+        made.append(Store(repo, replicas={"cold": made[0]} if made else None))
     cold, hot = made
     store = cold.info.store_id
     hot.repo.log.append_any(
@@ -285,22 +270,20 @@ def stores(request: pytest.FixtureRequest) -> tuple[ckptstore.Store, ckptstore.S
     return hot, cold
 
 
-def _anew(store: ckptstore.Store) -> ckptstore.Store:
+def _anew(store: Store) -> Store:
     """Return the same store, as another process sees it."""
-    return ckptstore.Store(create_on(_watched(store), exist_ok=True))
+    return Store(create_on(_watched(store), exist_ok=True))
 
 
 def _just(op: Op, _: Catalog) -> list[Op]:
     return [op]
 
 
-def _pinned(store: ckptstore.Store) -> list[int]:
+def _pinned(store: Store) -> list[int]:
     return [version.step for version in store.versions() if version.pinned]
 
 
-def test_two_policies_that_are_each_right_lose_nothing(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_two_policies_that_are_each_right_lose_nothing(stores: tuple[Store, Store]) -> None:
     """What the hot store evicted outlives retention, rm and gc of the cold one; and loads."""
     hot, cold = stores
     report = hot.evict(replica="cold", keep="last 1")
@@ -314,11 +297,11 @@ def test_two_policies_that_are_each_right_lose_nothing(
     (preview,) = cold.remove(["gpt@2"], dry_run=True, force=True)
     assert "which evicted it" in preview.obstacle
     for force in (False, True):
-        with pytest.raises(PolicyError, match="pinned for the store") as caught:
+        with pytest.raises(errors.PolicyError, match="pinned for the store") as caught:
             cold.remove(["gpt@2"], force=force)
         assert "ckptstore pin --delete" in caught.value.hint
         assert "only copy" in caught.value.hint
-    with pytest.raises(PolicyError, match="pinned for the store"):
+    with pytest.raises(errors.PolicyError, match="pinned for the store"):
         cold.age(["gpt@2"], "weights", force=True)
     for store in (hot, cold):
         store.gc(**ZERO)
@@ -328,19 +311,17 @@ def test_two_policies_that_are_each_right_lose_nothing(
     assert cold.verify().ok
 
 
-def test_without_pins_the_replica_decides(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
+def test_without_pins_the_replica_decides(stores: tuple[Store, Store]) -> None:
     """``pin=False``: the rules there say how long what was evicted is kept."""
     hot, cold = stores
     assert hot.evict(replica="cold", keep="last 1", pin=False).pinned == ()
     assert _pinned(cold) == []
     cold.retain({"full": "last 1"})
-    with pytest.raises(VersionNotFoundError, match="deleted the version"):
+    with pytest.raises(errors.VersionNotFoundError, match="deleted the version"):
         hot.load("gpt@1")
 
 
-def test_what_was_evicted_before_is_pinned_when_it_is_named(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_what_was_evicted_before_is_pinned_when_it_is_named(stores: tuple[Store, Store]) -> None:
     """An eviction without pins, or by an older ckptstore, can be made good; once."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1", pin=False)
@@ -351,9 +332,7 @@ def test_what_was_evicted_before_is_pinned_when_it_is_named(
     assert hot.evict(["gpt@1", "gpt@2"], replica="cold").pinned == ()
 
 
-def test_content_that_comes_back_takes_its_pin_along(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_content_that_comes_back_takes_its_pin_along(stores: tuple[Store, Store]) -> None:
     """By a refill, and by a replication back; what a person pinned stays pinned."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
@@ -370,9 +349,7 @@ def test_content_that_comes_back_takes_its_pin_along(
     assert _pinned(cold) == [1, 3]
 
 
-def test_what_is_deleted_here_need_not_be_kept_there(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_what_is_deleted_here_need_not_be_kept_there(stores: tuple[Store, Store]) -> None:
     """The next eviction takes the pin away; other versions, and unknown ones, stay pinned."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
@@ -386,13 +363,11 @@ def test_what_is_deleted_here_need_not_be_kept_there(
     assert _pinned(cold) == [1, 3, 9]
 
 
-def test_a_replica_that_cannot_be_written_to(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_a_replica_that_cannot_be_written_to(stores: tuple[Store, Store]) -> None:
     """Nothing is evicted that could not be pinned, and the error says how to do without."""
     hot, cold = stores
     there = open_on(_watched(cold), options=Options(read_only=True))
-    with pytest.raises(ReadOnlyError, match="pinned in the other store") as caught:
+    with pytest.raises(errors.ReadOnlyError, match="pinned in the other store") as caught:
         evict(hot.repo, there, hot.versions(), missing=lambda _: set(), pin=True)
     assert "--no-pin" in caught.value.hint
     assert {version.level for version in hot.versions()} == {"full"}
@@ -400,18 +375,16 @@ def test_a_replica_that_cannot_be_written_to(
     assert len(report.evicted) == 3
 
 
-def test_killed_between_the_pin_and_the_commit_here(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_killed_between_the_pin_and_the_commit_here(stores: tuple[Store, Store]) -> None:
     """A pin that nobody needs is all that is left, and the next eviction uses it."""
     hot, cold = stores
 
     def die() -> None:
         msg = "killed"
-        raise StorageError(msg)
+        raise errors.StorageError(msg)
 
     _watched(hot).before = die
-    with pytest.raises(StorageError, match="killed"):
+    with pytest.raises(errors.StorageError, match="killed"):
         hot.evict(replica="cold", keep="last 1")
     assert {version.level for version in hot.versions()} == {"full"}
     assert _pinned(cold) == [1, 2, 3]
@@ -419,7 +392,7 @@ def test_killed_between_the_pin_and_the_commit_here(
 
 
 def test_a_pin_that_is_taken_away_at_the_same_moment_is_left_again(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
+    stores: tuple[Store, Store],
 ) -> None:
     """Between the pin there and the commit here: the look afterwards finds out."""
     hot, cold = stores
@@ -429,9 +402,7 @@ def test_a_pin_that_is_taken_away_at_the_same_moment_is_left_again(
     assert _pinned(cold) == [1, 2, 3]
 
 
-def test_deleted_there_between_pin_and_commit(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_deleted_there_between_pin_and_commit(stores: tuple[Store, Store]) -> None:
     """Unpinned and deleted at that moment: it stays here."""
     hot, cold = stores
     other = _anew(cold)
@@ -447,9 +418,7 @@ def test_deleted_there_between_pin_and_commit(
     assert _pinned(cold) == [2, 3]
 
 
-def test_changed_here_between_pin_and_commit(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_changed_here_between_pin_and_commit(stores: tuple[Store, Store]) -> None:
     """A version that is tagged at that moment stays, and its pin does not."""
     hot, cold = stores
     other = _anew(hot)
@@ -459,11 +428,11 @@ def test_changed_here_between_pin_and_commit(
     assert _pinned(cold) == [2, 3]
 
 
-def test_evicted_again_while_it_comes_back(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
+def test_evicted_again_while_it_comes_back(stores: tuple[Store, Store]) -> None:
     """A pin that an eviction relied on while it was being taken away is left again."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
-    second = ckptstore.Store(_anew(hot).repo, replicas={"cold": _anew(cold)})
+    second = Store(_anew(hot).repo, replicas={"cold": _anew(cold)})
     done = []
 
     def evict_again() -> None:
@@ -478,9 +447,7 @@ def test_evicted_again_while_it_comes_back(stores: tuple[ckptstore.Store, ckptst
     assert _pinned(cold) == [1, 2, 3]
 
 
-def test_two_stores_that_evict_to_each_other(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_two_stores_that_evict_to_each_other(stores: tuple[Store, Store]) -> None:
     """What one has let go, the other cannot; also where both begin at once."""
     hot, cold = stores
     cold.replicate(hot)  # notes what the hot one has
@@ -488,13 +455,9 @@ def test_two_stores_that_evict_to_each_other(
     def other_way(*, dry_run: bool = False) -> int:
         here, there = _anew(cold), _anew(hot)
         report = evict(
-            here.repo,
-            there.repo,
-            here.versions(),
-            missing=lambda _: set(),
-            pin=True,
+            here.repo, there.repo, here.versions(), missing=lambda _: set(), pin=True,
             dry_run=dry_run,
-        )
+        )  # fmt: skip
         return len(report.evicted)
 
     assert other_way(dry_run=True) == 3
@@ -508,28 +471,28 @@ def test_two_stores_that_evict_to_each_other(
         _assert_loads(hot, step)
 
 
-def test_pins_of_a_store_that_is_gone(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
+def test_pins_of_a_store_that_is_gone(stores: tuple[Store, Store]) -> None:
     """All of one store's at once, by the beginning of its id; a person's own stay."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
     cold.pin("gpt@3")
     other = cold.resolve("gpt@4").id
     cold.repo.log.append_any(lambda now: pin_for(now, [other], "f" * 32))
-    with pytest.raises(NotFoundError, match="pinned for a store 'xyz'"):
+    with pytest.raises(errors.NotFoundError, match="pinned for a store 'xyz'"):
         cold.unpin_for("xyz")
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         cold.unpin_for("")
     found = cold.unpin_for(hot.info.store_id[:6])
     assert [version.step for version in found] == [1, 2, 3]
     assert _pinned(cold) == [3, 4]
     twin = "f" * 31 + "e"
     cold.repo.log.append_any(lambda now: pin_for(now, [other], twin))
-    with pytest.raises(InvalidInputError, match="2 stores"):
+    with pytest.raises(errors.InvalidInputError, match="2 stores"):
         cold.unpin_for("ff")
 
 
 def test_pins_are_in_snapshots_and_in_the_log(
-    stores: tuple[ckptstore.Store, ckptstore.Store], monkeypatch: pytest.MonkeyPatch
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever opens the store knows for whom a version is pinned; from either."""
     monkeypatch.setattr(limits, "SNAPSHOT_COMMITS_MIN", 1)
@@ -556,7 +519,7 @@ def test_a_pin_of_a_person_is_written_as_before() -> None:
     assert b"store" in msgspec.json.encode(Pin(version="0" * 32, store="1" * 32))
 
 
-def _pinned_as_before(store: ckptstore.Store) -> list[int]:
+def _pinned_as_before(store: Store) -> list[int]:
     """Return what is pinned to a reader from before pins were for somebody."""
     backend = _watched(store)
     pinned: dict[str, None] = {}
@@ -569,9 +532,7 @@ def _pinned_as_before(store: ckptstore.Store) -> list[int]:
     return sorted(store.resolve(f"#{one}").step for one in pinned)
 
 
-def test_readers_from_before_see_the_same_versions_pinned(
-    stores: tuple[ckptstore.Store, ckptstore.Store],
-) -> None:
+def test_readers_from_before_see_the_same_versions_pinned(stores: tuple[Store, Store]) -> None:
     """Whatever is pinned and unpinned, for whom, and by whom: else one deletes what is pinned.
 
     Such a deletion would end the log for everybody else.
@@ -595,23 +556,23 @@ def test_readers_from_before_see_the_same_versions_pinned(
     assert _pinned_as_before(_anew(cold)) == _pinned(_anew(cold)) == []
 
 
-def test_pins_of_too_many_stores(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
+def test_pins_of_too_many_stores(stores: tuple[Store, Store]) -> None:
     """Refused when they are made, and when a log has them all the same."""
     _, cold = stores
     one = cold.resolve("gpt@1").id
     for number in range(limits.REPLICAS_MAX):
         cold.repo.log.append_any(partial(pin_for, versions=[one], store=f"{number + 1:032x}"))
     cold.pin("gpt@1")
-    with pytest.raises(LimitError, match="is pinned for"):
+    with pytest.raises(errors.LimitError, match="is pinned for"):
         cold.repo.log.append_any(lambda now: pin_for(now, [one], "f" * 32))
-    with pytest.raises(InvalidInputError, match="too many stores"):
+    with pytest.raises(errors.InvalidInputError, match="too many stores"):
         cold.repo.log.append(lambda _: [Pin(version=one, store="f" * 32)])
     assert len(_anew(cold).resolve("gpt@1").pinned_for) == limits.REPLICAS_MAX
     cold.unpin("gpt@1")
     assert not _anew(cold).resolve("gpt@1").pinned
 
 
-def test_what_is_said_in_the_log(stores: tuple[ckptstore.Store, ckptstore.Store]) -> None:
+def test_what_is_said_in_the_log(stores: tuple[Store, Store]) -> None:
     """The trail names the store that a pin is for."""
     hot, cold = stores
     hot.evict(["gpt@1"], replica="cold")

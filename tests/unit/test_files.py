@@ -26,20 +26,7 @@ import torch
 from damaging import flip_pack
 
 import ckptstore
-from ckptstore import limits
-from ckptstore.errors import (
-    CkptStoreError,
-    ConflictError,
-    CorruptTensorError,
-    FormatError,
-    InvalidInputError,
-    LimitError,
-    ObjectNotFoundError,
-    PolicyError,
-    StateError,
-    StorageError,
-    TensorNotFoundError,
-)
+from ckptstore import errors, limits
 from ckptstore.events import Progress
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.files import export_safetensors, import_file
@@ -81,8 +68,6 @@ def _of_dtype(name: str) -> torch.Tensor:
 
 
 # --- export -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", sorted(SAFETENSORS_DTYPES))
 def test_each_dtype_comes_back_through_the_library(
     store: ckptstore.Store, tmp_path: Path, dtype: str
@@ -120,17 +105,11 @@ def test_tied_views_orders_and_arrays_are_written_by_value(
     base = torch.arange(48.0).reshape(6, 8)
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state: dict[str, Any] = {
-        "a": base,
-        "tied": base,
-        "view": base[1:3, ::2],
-        "turned": base.t(),
-        "halves": base.view(torch.int32)[0],
-        "image": image,
-        "swapped": torch.randn(4, 6).t(),
+        "a": base, "tied": base, "view": base[1:3, ::2], "turned": base.t(),
+        "halves": base.view(torch.int32)[0], "image": image, "swapped": torch.randn(4, 6).t(),
         "zero": torch.tensor(3.5, dtype=torch.float64),
-        "empty": torch.empty(0, 4, dtype=torch.int8),
-        "array": np.arange(5, dtype=np.int16),
-    }
+        "empty": torch.empty(0, 4, dtype=torch.int8), "array": np.arange(5, dtype=np.int16),
+    }  # fmt: skip
     store.run("r").save(state, step=1)
     done = export_safetensors(store, "r", tmp_path / "a.safetensors")
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
@@ -144,13 +123,9 @@ def test_tied_views_orders_and_arrays_are_written_by_value(
 def test_values_that_are_no_tensors_are_reported(store: ckptstore.Store, tmp_path: Path) -> None:
     """Numbers, texts, bytes and generators are left out by name; what is not asked for is not."""
     state = {
-        "model": {"w": torch.ones(2)},
-        "epoch": 3,
-        "names": ["a", "b"],
-        "blob": b"x" * 10_000,
-        "generator": torch.Generator(),
-        "other": {"lr": 0.1},
-    }
+        "model": {"w": torch.ones(2)}, "epoch": 3, "names": ["a", "b"], "blob": b"x" * 10_000,
+        "generator": torch.Generator(), "other": {"lr": 0.1},
+    }  # fmt: skip
     store.run("r").save(state, step=1)
     done = export_safetensors(store, "r", tmp_path / "a.safetensors", exclude=["other"])
     assert sorted(done.left_out) == ["blob", "epoch", "generator", "names.0", "names.1"]
@@ -192,7 +167,7 @@ def test_dtype_that_the_format_lacks_is_an_error_with_its_path(
     """The tensor is named, the hint leaves it out, and no file appears."""
     store.run("r").save({"good": torch.ones(1), "bad": leaf}, step=1)
     path = tmp_path / "a.safetensors"
-    with pytest.raises(StateError, match=f"'bad'.*{named}"):
+    with pytest.raises(errors.StateError, match=f"'bad'.*{named}"):
         export_safetensors(store, "r", path)
     assert not path.exists()
     assert export_safetensors(store, "r", path, exclude=["bad"]).tensors_count == 1
@@ -213,7 +188,7 @@ def test_a_file_is_named_as_what_it_is(
 ) -> None:
     """No other ending, none, and no folder: neither torch.load nor import could read it by name."""
     store.run("r").save({"x": torch.ones(1)}, step=1)
-    with pytest.raises(InvalidInputError) as caught:
+    with pytest.raises(errors.InvalidInputError) as caught:
         export_safetensors(store, "r", tmp_path / name)
     assert str(tmp_path / better) in caught.value.hint
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
@@ -225,14 +200,14 @@ def test_names_must_differ_and_patterns_must_match(store: ckptstore.Store, tmp_p
     one = torch.ones(1)
     store.run("r").save({"a.b": one, "a": {"b": one * 2}, "c": one, "x.c": one}, step=1)
     path = tmp_path / "a.safetensors"
-    with pytest.raises(InvalidInputError, match="second tensor"):
+    with pytest.raises(errors.InvalidInputError, match="second tensor"):
         export_safetensors(store, "r", path)
-    with pytest.raises(InvalidInputError, match="second tensor 'c'"):
+    with pytest.raises(errors.InvalidInputError, match="second tensor 'c'"):
         export_safetensors(store, "r", path, include=["c", "x.c"], strip_prefix="x.")
-    with pytest.raises(TensorNotFoundError, match="nothing in the state"):
+    with pytest.raises(errors.TensorNotFoundError, match="nothing in the state"):
         export_safetensors(store, "r", path, include=["nope"])
     store.run("numbers").save({"lr": 0.1}, step=1)
-    with pytest.raises(TensorNotFoundError, match="no tensor"):
+    with pytest.raises(errors.TensorNotFoundError, match="no tensor"):
         export_safetensors(store, "numbers", path)
     assert not path.exists()
 
@@ -247,10 +222,10 @@ def test_file_appears_whole_or_not_at_all(
     path = folder / "a.safetensors"
     export_safetensors(store, "r", path)
     before = path.read_bytes()
-    with pytest.raises(ConflictError, match="there already"):
+    with pytest.raises(errors.ConflictError, match="there already"):
         export_safetensors(store, "r", path)
     damage(tmp_path / "store")
-    with pytest.raises(CorruptTensorError, match="tensor w"):
+    with pytest.raises(errors.CorruptTensorError, match="tensor w"):
         export_safetensors(store, "r", path, overwrite=True)
     assert path.read_bytes() == before
     assert [entry.name for entry in folder.iterdir()] == ["a.safetensors"]
@@ -293,7 +268,7 @@ def test_a_file_that_appears_during_an_export_is_not_replaced(
         """Make the file, as another program would."""
         path.write_bytes(b"other")
 
-    with pytest.raises(ConflictError, match="there already"):
+    with pytest.raises(errors.ConflictError, match="there already"):
         export_safetensors(store, "r", path, progress=appear)
 
     assert [(entry, entry.read_bytes()) for entry in path.parent.iterdir()] == [(path, b"other")]
@@ -337,10 +312,10 @@ def test_access_to_a_written_file_is_that_of_the_one_before(
     finally:
         os.umask(before)
     os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(StorageError, match="no regular file"):
+    with pytest.raises(errors.StorageError, match="no regular file"):
         export_safetensors(store, "r", tmp_path / "pipe.safetensors", overwrite=True)
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
-    with pytest.raises(StorageError, match=r"loop\.safetensors"):
+    with pytest.raises(errors.StorageError, match=r"loop\.safetensors"):
         export_safetensors(store, "r", tmp_path / "loop.safetensors", overwrite=True)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
@@ -348,7 +323,7 @@ def test_access_to_a_written_file_is_that_of_the_one_before(
 def test_local_disk_errors_are_of_the_tree(store: ckptstore.Store, tmp_path: Path) -> None:
     """A folder that is not there is a StorageError that names the file."""
     store.run("r").save({"w": torch.ones(2)}, step=1)
-    with pytest.raises(StorageError, match=r"missing.*a\.safetensors"):
+    with pytest.raises(errors.StorageError, match=r"missing.*a\.safetensors"):
         export_safetensors(store, "r", tmp_path / "missing" / "a.safetensors")
 
 
@@ -372,8 +347,6 @@ def test_memory_of_an_export_is_bounded(store: ckptstore.Store, tmp_path: Path) 
 
 
 # --- import -------------------------------------------------------------------------------------
-
-
 def _saved(folder: Path, name: str, state: object, **options: bool) -> Path:
     path = folder / name
     torch.save(state, path, **options)
@@ -437,7 +410,7 @@ def test_a_shard_that_is_missing_is_named(store: ckptstore.Store, tmp_path: Path
     """The error is of the file that is not there, and not of the index that names it."""
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "one.safetensors"}}')
-    with pytest.raises(ObjectNotFoundError, match=r"there is no file .*/one\.safetensors"):
+    with pytest.raises(errors.ObjectNotFoundError, match=r"there is no file .*/one\.safetensors"):
         import_file(store, tmp_path, run="r", step=1)
 
 
@@ -448,9 +421,9 @@ def test_what_cannot_be_imported_is_told_before_a_step_is_asked_for(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "store.json").write_text("{}")
-    with pytest.raises(InvalidInputError, match=r"config\.json is a JSON text"):
+    with pytest.raises(errors.InvalidInputError, match=r"config\.json is a JSON text"):
         import_file(store, tmp_path / "config.json", run="r")
-    with pytest.raises(InvalidInputError, match="there is none") as told:
+    with pytest.raises(errors.InvalidInputError, match="there is none") as told:
         import_file(store, tmp_path / "made", run="r")
     assert told.value.hint == "it is a store: ckptstore replicate copies its versions"
 
@@ -473,12 +446,12 @@ def test_folder_with_one_file_is_that_file(store: ckptstore.Store, tmp_path: Pat
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(InvalidInputError, match="none"):
+    with pytest.raises(errors.InvalidInputError, match="none"):
         import_file(store, folder, run="r", step=1)
     safetensors.torch.save_file({"w": torch.ones(1)}, folder / "a.safetensors")
     assert import_file(store, folder, run="r", step=1).step == 1
     safetensors.torch.save_file({"w": torch.ones(1)}, folder / "b.safetensors")
-    with pytest.raises(InvalidInputError, match=r"a\.safetensors, b\.safetensors"):
+    with pytest.raises(errors.InvalidInputError, match=r"a\.safetensors, b\.safetensors"):
         import_file(store, folder, run="r", step=1)
 
 
@@ -504,14 +477,12 @@ def test_hostile_index_is_refused(
     for path in (folder / "a.safetensors", tmp_path / "secret.safetensors"):
         safetensors.torch.save_file({"w": torch.ones(1)}, path)
     (folder / "m.safetensors.index.json").write_text(text)
-    with pytest.raises(FormatError, match=problem):
+    with pytest.raises(errors.FormatError, match=problem):
         import_file(store, folder, run="r", step=1)
     assert store.versions() == []
 
 
 # --- folders of Transformers and PEFT -----------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with weights, a configuration and a tokenizer."""
@@ -554,13 +525,13 @@ def test_a_folder_with_a_configuration_keeps_its_files(
 def test_other_files_need_a_step_and_are_as_they_were(store: ckptstore.Store, folder: Path) -> None:
     """A file by its name is its content alone, whatever lies beside it."""
     path = folder / "model.safetensors"
-    with pytest.raises(InvalidInputError, match="does not say its step"):
+    with pytest.raises(errors.InvalidInputError, match="does not say its step"):
         import_file(store, path, run="r")
     import_file(store, path, run="r", step=3)
     assert set(store.load("r@3")) == {"w"}
     import_file(store, folder, run="r", step=4, under="")
     assert set(store.load("r@4")) == {"w", "pretrained"}
-    with pytest.raises(InvalidInputError, match="leave no place for 'pretrained'"):
+    with pytest.raises(errors.InvalidInputError, match="leave no place for 'pretrained'"):
         import_file(store, folder, run="r", step=5, under="pretrained")
 
 
@@ -569,7 +540,7 @@ def test_a_link_out_of_a_folder_is_refused(store: ckptstore.Store, folder: Path,
     """What lies elsewhere on the machine is not what was to be imported."""
     (folder / name).rename(folder.parent / "secret")
     (folder / name).symlink_to("../secret")
-    with pytest.raises(InvalidInputError, match=f"{name} leads out of its folder") as told:
+    with pytest.raises(errors.InvalidInputError, match=f"{name} leads out of its folder") as told:
         import_file(store, folder, run="r")
     assert "import the folder that it leads to" in told.value.hint
     assert store.versions() == []
@@ -590,7 +561,7 @@ def test_the_cache_of_the_hub_is_read_through_its_links(
     assert "tokenizer.json" in store.load("r")["pretrained"]["processing"]
     (model / "secret").write_text("x")
     (snapshot / "vocab.txt").symlink_to("../../blobs/../secret")
-    with pytest.raises(InvalidInputError, match="leads out of its folder"):
+    with pytest.raises(errors.InvalidInputError, match="leads out of its folder"):
         import_file(store, snapshot, run="r", step=1)
 
 
@@ -604,7 +575,7 @@ def test_a_damaged_configuration_is_told(
 ) -> None:
     """The weights alone can still be imported, as the hint says."""
     (folder / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(FormatError, match=problem) as told:
+    with pytest.raises(errors.FormatError, match=problem) as told:
         import_file(store, folder, run="r")
     assert "name their file" in told.value.hint
     assert store.versions() == []
@@ -619,7 +590,9 @@ def test_files_beside_the_weights_are_bounded(
     import_file(store, folder, run="r")
     with (folder / "vocab.txt").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(LimitError, match=r"vocab\.txt takes the files beside the weights over"):
+    with pytest.raises(
+        errors.LimitError, match=r"vocab\.txt takes the files beside the weights over"
+    ):
         import_file(store, folder, run="r", step=1)
 
 
@@ -630,7 +603,6 @@ class _Bomb:
         self.path = path
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Ask the unpickler to call something."""
         return Path.touch, (self.path,)
 
 
@@ -642,14 +614,14 @@ def test_pickle_that_wants_more_is_refused_and_not_run(
     trace = tmp_path / "executed"
     state = {"w": torch.ones(2), "x": _Bomb(trace)}
     path = _saved(tmp_path, "evil.pt", state, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(PolicyError, match=r"weights_only=True allows: .*getattr") as told:
+    with pytest.raises(errors.PolicyError, match=r"weights_only=True allows: .*getattr") as told:
         import_file(store, path, run="r", step=1)
     assert "weights_only=False" not in str(told.value)
     assert not trace.exists()
     assert store.versions() == []
     raw = tmp_path / "raw.pth"
     raw.write_bytes(pickle.dumps(_Bomb(trace)))
-    with pytest.raises(FormatError, match=r"torch\.save did not write"):
+    with pytest.raises(errors.FormatError, match=r"torch\.save did not write"):
         import_file(store, raw, run="r", step=1)
     assert not trace.exists()
 
@@ -698,7 +670,7 @@ def test_hostile_safetensors_header_is_refused(
     """Wrong lengths, offsets, shapes and dtypes are typed errors; no version appears."""
     path = tmp_path / "evil.safetensors"
     path.write_bytes(_HOSTILE[name])
-    with pytest.raises(FormatError, match=r"evil\.safetensors"):
+    with pytest.raises(errors.FormatError, match=r"evil\.safetensors"):
         import_file(store, path, run="r", step=1)
     assert store.versions() == []
 
@@ -722,7 +694,7 @@ def test_damaged_files_raise_errors_of_the_tree(store: ckptstore.Store, tmp_path
             path.write_bytes(body)
             try:
                 import_file(store, path, run="r", step=1)
-            except CkptStoreError:
+            except errors.CkptStoreError:
                 refused += 1
     assert refused > 20  # flips in the numbers themselves are not noticed: the formats have no sums
 
@@ -779,7 +751,7 @@ def test_a_file_of_another_kind_is_named(
     path = tmp_path / f"model.{suffix}"
     index = tmp_path / "model.index.json"
     index.write_text(json.dumps({"weight_map": {"w": path.name}}))
-    error = InvalidInputError if suffix == "pth.tar" else FormatError
+    error = errors.InvalidInputError if suffix == "pth.tar" else errors.FormatError
     for kind, data in _KINDS.items():
         path.write_bytes(data)
         for given in (path, index):
@@ -818,11 +790,11 @@ def test_a_file_beside_the_weights_that_is_something_else_is_refused(
     import_file(store, folder, run="right")
     for kind in ("a Git LFS pointer", "a gzip file", "a file that begins with zeros"):
         (folder / name).write_bytes(_KINDS[kind])
-        with pytest.raises(FormatError, match=f"{name} is {kind}"):
+        with pytest.raises(errors.FormatError, match=f"{name} is {kind}"):
             import_file(store, folder, run="r")
     if name != "README.md":
         (folder / name).write_bytes(_KINDS["an HTML page"])
-        with pytest.raises(FormatError, match=f"{name} is an HTML page"):
+        with pytest.raises(errors.FormatError, match=f"{name} is an HTML page"):
             import_file(store, folder, run="r")
 
 
@@ -832,7 +804,7 @@ def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_pat
     data[data.index(torch.ones(2).numpy().tobytes())] ^= 1
     path = tmp_path / "a.pt"
     path.write_bytes(data)
-    with pytest.raises(FormatError, match="CRC"):
+    with pytest.raises(errors.FormatError, match="CRC"):
         import_file(store, path, run="r", step=1)
     torch.serialization.set_crc32_options(False)
     try:
@@ -844,7 +816,7 @@ def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_pat
     for size in (7, 8, 9):
         found = {"metadata": {"total_size": size}, "weight_map": {"w": "m.safetensors"}}
         index.write_text(json.dumps(found))
-        wrong = pytest.raises(FormatError, match="hold 9 bytes of tensors; they hold 8")
+        wrong = pytest.raises(errors.FormatError, match="hold 9 bytes of tensors; they hold 8")
         with wrong if size == 9 else nullcontext():
             import_file(store, index, run=f"size{size}", step=1)
     (tmp_path / "blobs").mkdir()
@@ -854,7 +826,7 @@ def test_bytes_that_a_format_sums_up_are_checked(store: ckptstore.Store, tmp_pat
     blob.write_bytes(whole)
     import_file(store, tmp_path / "link.safetensors", run="hub", step=1)
     blob.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(FormatError, match="SHA-256"):
+    with pytest.raises(errors.FormatError, match="SHA-256"):
         import_file(store, tmp_path / "link.safetensors", run="hub", step=2)
 
 
@@ -888,16 +860,16 @@ def test_archive_that_torch_would_not_write_is_refused(
     path = tmp_path / "bomb.pt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\0" * (50 << 20))
-    with pytest.raises(FormatError, match="compressed"):
+    with pytest.raises(errors.FormatError, match="compressed"):
         import_file(store, path, run="r", step=1)
 
 
 def test_files_that_are_not_there_or_of_no_kind(store: ckptstore.Store, tmp_path: Path) -> None:
     """A missing file and an unknown kind are errors that say what is read."""
-    with pytest.raises(ObjectNotFoundError, match=r"nope\.pt"):
+    with pytest.raises(errors.ObjectNotFoundError, match=r"nope\.pt"):
         import_file(store, tmp_path / "nope.pt", run="r", step=1)
     (tmp_path / "notes.dat").write_bytes(b"\xfe\xdc\xba")
-    with pytest.raises(InvalidInputError, match="no kind") as caught:
+    with pytest.raises(errors.InvalidInputError, match="no kind") as caught:
         import_file(store, tmp_path / "notes.dat", run="r", step=1)
     assert ".safetensors" in caught.value.hint
 

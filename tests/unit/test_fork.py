@@ -13,21 +13,12 @@ from damaging import flip_object
 from metered import MeteredBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog import content_ops, run_ops
 from ckptstore.config import Options
-from ckptstore.errors import (
-    ConflictError,
-    CorruptObjectError,
-    CorruptTensorError,
-    InvalidInputError,
-    LimitError,
-    ReadOnlyError,
-    TensorNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton
 from ckptstore.format.fields import ManifestPointer
@@ -80,11 +71,8 @@ def test_a_fork_shares_everything_and_knows_its_parent(store: ckptstore.Store) -
     first = run.head
     assert first is not None
     assert (first.run, first.step, first.parent, first.metadata) == (
-        "ft",
-        7,
-        source.id,
-        {"why": "test"},
-    )
+        "ft", 7, source.id, {"why": "test"},
+    )  # fmt: skip
     assert (first.metrics, first.tags, first.content) == ({}, (), source.content)
     assert _new_bytes(first) == 0
     assert run.info.origin == source.id
@@ -185,23 +173,23 @@ def test_refusals_write_nothing(store: ckptstore.Store, memory: MemoryBackend) -
     store.remove(["gpt@1"])
     before = [info.key for info in memory.list("")]
     wrong: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-        (ConflictError, "gpt", "gpt", {}),
-        (InvalidInputError, "gpt", "no@name", {}),
-        (VersionNotFoundError, "gpt@1", "x", {}),
-        (TensorNotFoundError, "gpt", "x", {"include": ["modle"]}),
-        (TensorNotFoundError, "gpt", "x", {"exclude": ["*"]}),
-        (TensorNotFoundError, "gpt", "x", {"rename": {"modle": "m"}}),
-        (InvalidInputError, "gpt", "x", {"rename": {"model": "rng"}}),
-        (InvalidInputError, "gpt", "x", {"roles": ["wieghts"]}),
-        (InvalidInputError, "gpt", "x", {"roles": "weights"}),
-        (InvalidInputError, "gpt", "x", {"metrics": {"loss": "up"}}),
+        (errors.ConflictError, "gpt", "gpt", {}),
+        (errors.InvalidInputError, "gpt", "no@name", {}),
+        (errors.VersionNotFoundError, "gpt@1", "x", {}),
+        (errors.TensorNotFoundError, "gpt", "x", {"include": ["modle"]}),
+        (errors.TensorNotFoundError, "gpt", "x", {"exclude": ["*"]}),
+        (errors.TensorNotFoundError, "gpt", "x", {"rename": {"modle": "m"}}),
+        (errors.InvalidInputError, "gpt", "x", {"rename": {"model": "rng"}}),
+        (errors.InvalidInputError, "gpt", "x", {"roles": ["wieghts"]}),
+        (errors.InvalidInputError, "gpt", "x", {"roles": "weights"}),
+        (errors.InvalidInputError, "gpt", "x", {"metrics": {"loss": "up"}}),
     ]
     for error, ref, name, options in wrong:
         with pytest.raises(error):
             store.fork(ref, name, **options)
     assert [info.key for info in memory.list("")] == before
     reader = ckptstore.Store(open_on(memory, options=Options(read_only=True)))
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         reader.fork("gpt", "x")
 
 
@@ -213,7 +201,7 @@ def test_a_version_of_which_parts_are_lost_is_not_forked(
     lost = {version.id: version.manifest_digest}
     store.repo.log.append(lambda now: content_ops.quarantine(now, lost))
 
-    with pytest.raises(CorruptObjectError, match="lost"):
+    with pytest.raises(errors.CorruptObjectError, match="lost"):
         store.fork("gpt", "ft")
 
 
@@ -266,7 +254,7 @@ def test_a_source_that_is_collected_meanwhile_is_gone(memory: MemoryBackend) -> 
         _collect(other)
 
     store = _store(_Before(memory, vanish))
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         store.fork("gpt@1", "ft")
     assert [info.name for info in store.runs()] == ["gpt"]
     _collect(other)
@@ -324,23 +312,17 @@ def test_a_terabyte_is_forked_by_its_manifest_alone(memory: MemoryBackend) -> No
         packs=[f"{at:032x}" for at in range(count // 32 + 1)],
     )
     record = TensorRecord(
-        dtype="float32",
-        shape=(each << 10, 1024),
-        order=None,
-        role="weights",
+        dtype="float32", shape=(each << 10, 1024), order=None, role="weights",
         nbytes=each * (4 << 20),
-    )
+    )  # fmt: skip
     leaves: list[Any] = []
     for at in range(tensors):
         leaves += [f"layer{at}", ["T", at]]
     manifest = Manifest(
-        version=version,
-        chunk_bytes=4 << 20,
-        skeleton=skeleton.encode(["d", "model", ["d", *leaves]]),
-        tensors=(record,) * tensors,
-        first=tuple(range(0, count + 1, each)),
-        pieces=pieces,
-    )
+        version=version, chunk_bytes=4 << 20,
+        skeleton=skeleton.encode(["d", "model", ["d", *leaves]]), tensors=(record,) * tensors,
+        first=tuple(range(0, count + 1, each)), pieces=pieces,
+    )  # fmt: skip
     data = manifests.encode(manifest)
     store = _store(memory)
     memory.put(manifest_key(version), data)
@@ -416,12 +398,9 @@ def test_a_version_travels_whole(backends: Backends, chunk_bytes: int) -> None:
     assert (version.parent, version.step, version.content) == ("", 5, source.content)
     assert version.metadata["note"] == "x"
     assert version.metadata["forked_from"] == {
-        "store_id": here.info.store_id,
-        "url": here.url,
-        "version": source.id,
-        "run": "gpt",
+        "store_id": here.info.store_id, "url": here.url, "version": source.id, "run": "gpt",
         "step": 5,
-    }
+    }  # fmt: skip
     assert run.info.metrics == {"loss": "min"}
     assert {r: part.stored for r, part in version.roles.items()} == {
         r: part.stored for r, part in source.roles.items()
@@ -473,11 +452,11 @@ def test_refusals_come_before_anything_travels(backends: Backends) -> None:
     there.run("taken").save({"x": 1}, step=1)
     before = [info.key for info in memory.list("")]
 
-    with pytest.raises(ConflictError):
+    with pytest.raises(errors.ConflictError):
         here.fork("gpt", "taken", store=there)
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         here.fork("gpt", "x", store=there, metadata={"forked_from": 1})
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         here.fork("gpt", "x", store=there, metadata={"long": "x" * 300 * KIB})
     assert [info.key for info in memory.list("")] == before
 
@@ -502,7 +481,7 @@ def test_damage_does_not_travel(backends: Backends, at: int) -> None:
     flipped.at = at
     there = _across_store(backends())
 
-    with pytest.raises(CorruptTensorError, match="tensor w"):
+    with pytest.raises(errors.CorruptTensorError, match="tensor w"):
         _across_store(flipped).fork("gpt", "copy", store=there)
     assert there.runs() == []
 
@@ -520,7 +499,7 @@ def test_a_chunk_that_lies_about_its_content_does_not_travel(
     ids[0] ^= 1
     monkeypatch.setattr(type(table), "ids", ids)
 
-    with pytest.raises(CorruptTensorError, match="does not match its chunk id"):
+    with pytest.raises(errors.CorruptTensorError, match="does not match its chunk id"):
         here.fork("gpt", "copy", store=there)
 
 

@@ -111,12 +111,9 @@ def test_each_form_and_each_listing(memory: MemoryBackend, flags: str) -> None:
                 run.rollback(2)
             weights, moments = torch.full((9,), loss), torch.full((9,), -loss)
             head = run.save(
-                {"model": {"w": weights}, "optimizer": {"m": moments}},
-                step=step,
-                metrics={"loss": loss},
-                metadata={"name": name},
-                tags=["t"] if name == "S" else (),
-            )
+                {"model": {"w": weights}, "optimizer": {"m": moments}}, step=step,
+                metrics={"loss": loss}, metadata={"name": name}, tags=["t"] if name == "S" else (),
+            )  # fmt: skip
         _flag(store, flags, head)
     store = Store(create_on(memory, exist_ok=True))
     named = "".join(_named(store, form.format(head.id)) for form in FORMS.values())

@@ -212,13 +212,10 @@ def manifest_of(pieces: list[list[int]]) -> Manifest:
             TensorRecord(dtype="uint8", shape=(nbytes,), order=None, role="weights", nbytes=nbytes)
         )
     return Manifest(
-        version=ID,
-        chunk_bytes=limits.CHUNK_BYTES_MIN,
-        skeleton=b"\x91\xa1d",
-        tensors=tuple(records),
-        first=tuple(first),
+        version=ID, chunk_bytes=limits.CHUNK_BYTES_MIN, skeleton=b"\x91\xa1d",
+        tensors=tuple(records), first=tuple(first),
         pieces=table_of([length for lengths in pieces for length in lengths]),
-    )
+    )  # fmt: skip
 
 
 def encoded(body: dict[str, Any]) -> bytes:
@@ -285,15 +282,11 @@ def test_a_column_of_another_length_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pack", 1),
-        ("slab", limits.CHUNK_RAW_BYTES_MAX + 1),
-        ("stored", limits.CHUNK_STORED_BYTES_MAX + 1),
-        ("offset", limits.PACK_BYTES_MAX + 1),
-        ("inner", 1),
-        ("raw", 0),
-        ("raw", 11),
+        ("pack", 1), ("slab", limits.CHUNK_RAW_BYTES_MAX + 1),
+        ("stored", limits.CHUNK_STORED_BYTES_MAX + 1), ("offset", limits.PACK_BYTES_MAX + 1),
+        ("inner", 1), ("raw", 0), ("raw", 11),
     ],
-)
+)  # fmt: skip
 def test_a_piece_outside_of_its_chunk_or_pack_is_refused(name: str, value: int) -> None:
     """No row can point a reader outside of what may be there."""
     body = body_of(manifest_of([[10]]))

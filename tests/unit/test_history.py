@@ -85,16 +85,11 @@ def test_top_k(store: ckptstore.Store) -> None:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ([], ""),
-        ([1.0], "▄"),
-        ([1.0, 1.0], "▄▄"),
-        ([0.0, 1.0, 2.0, 7.0], "▁▂▃█"),
-        ([7.0, math.nan, 0.0], "█!▁"),
-        ([math.inf, 1.0], "!▄"),
-        ([math.nan], "!"),
+        ([], ""), ([1.0], "▄"), ([1.0, 1.0], "▄▄"), ([0.0, 1.0, 2.0, 7.0], "▁▂▃█"),
+        ([7.0, math.nan, 0.0], "█!▁"), ([math.inf, 1.0], "!▄"), ([math.nan], "!"),
         ([1e308, -1e308, 1e308], "█▁█"),
     ],
-)
+)  # fmt: skip
 def test_sparkline(values: list[float], line: str) -> None:
     """Least to greatest; what is no number is marked; equal values are in the middle."""
     assert sparkline(values) == line
@@ -125,14 +120,8 @@ def test_branches_join_where_they_left() -> None:
     parents = {"a": "", "b": "a", "x": "a", "c": "b", "y": "a"}
 
     assert _drawn(parents, {"x": 1, "y": 2}) == [
-        "* c",
-        "* b",
-        "| * x",
-        "| | * y",
-        "|_|/",
-        "|/",
-        "* a",
-    ]
+        "* c", "* b", "| * x", "| | * y", "|_|/", "|/", "* a",
+    ]  # fmt: skip
 
 
 def test_branches_of_branches() -> None:
@@ -146,13 +135,8 @@ def test_trees_without_a_common_root() -> None:
     """Runs that began by themselves follow each other, the newest first, with a gap between."""
     assert _drawn({"a": "", "b": "gone", "c": "a"}) == ["* b", "", "* c", "* a"]
     assert _drawn({"a": "", "b": "a", "c": "a", "d": ""}) == [
-        "* d",
-        "",
-        "* c",
-        "| * b",
-        "|/",
-        "* a",
-    ]
+        "* d", "", "* c", "| * b", "|/", "* a",
+    ]  # fmt: skip
 
 
 @given(st.lists(st.integers(-1, 30), max_size=30), st.lists(st.integers(0, 2), min_size=30))

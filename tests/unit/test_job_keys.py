@@ -122,7 +122,6 @@ class World:
         return watched
 
     def objects(self) -> list[dict[str, Any]]:
-        """Return what is stored."""
         return [*(dict(space.objects) for space in self.spaces.values()), dict(_shelf.classes)]
 
     def job(self, text: str) -> Job:
@@ -357,14 +356,10 @@ def test_exit_codes(results: list[dict[str, Any]], late: bool, code: int) -> Non
         error, exit_code = problem_of(result)
         steps.append(
             StepReport(
-                name="replicate",
-                ok=not error,
-                seconds=0.0,
-                result=result,
-                error=error,
+                name="replicate", ok=not error, seconds=0.0, result=result, error=error,
                 exit_code=exit_code,
             )
-        )
+        )  # fmt: skip
     overdue = (Overdue(version="a" * 32, run="gpt", step=1, age_s=9.0),) if late else ()
     texts = dict.fromkeys(
         ("name", "source", "target", "target_id", "began_at", "covered_until"), ""

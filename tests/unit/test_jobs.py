@@ -13,14 +13,8 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.config import SYSTEM, SystemEnvironment
-from ckptstore.errors import (
-    ConflictError,
-    InvalidInputError,
-    NotFoundError,
-    StoragePermissionError,
-    StoreNotFoundError,
-)
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import exposition
 from ckptstore.maintenance.core import storage_times
@@ -96,12 +90,8 @@ def test_both_stores_keep_what_the_file_says(tmp_path: Path, reading: Reading) -
     )
     report = run_job(job)
     assert [step.name for step in report.steps] == [
-        "replicate",
-        "retain-target",
-        "retain-source",
-        "gc-target",
-        "gc-source",
-    ]
+        "replicate", "retain-target", "retain-source", "gc-target", "gc-source",
+    ]  # fmt: skip
     assert report.ok
     with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
         assert [v.step for v in hot.versions()] == [4]
@@ -177,16 +167,16 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
 )
 def test_what_is_no_job(reading: Reading, more: str, named: str) -> None:
     """Words, rules and times that are none are refused, by name, before anything is opened."""
-    with pytest.raises(InvalidInputError, match=named) as caught:
+    with pytest.raises(errors.InvalidInputError, match=named) as caught:
         reading(more)
     assert "nightly.toml" in str(caught.value)
 
 
 def test_files_and_stores_that_are_not_there(tmp_path: Path, reading: Reading) -> None:
     """A job file that is not there, and a source that is not, are errors of their own."""
-    with pytest.raises(NotFoundError, match="no job file"):
+    with pytest.raises(errors.NotFoundError, match="no job file"):
         read_job(tmp_path / "none.toml")
-    with pytest.raises(StoreNotFoundError, match=r"the source, .*hot, cannot be opened"):
+    with pytest.raises(errors.StoreNotFoundError, match=r"the source, .*hot, cannot be opened"):
         run_job(reading())
     assert not (tmp_path / "cold").exists()
 
@@ -197,7 +187,7 @@ def test_a_selection_that_names_nothing_makes_no_store(
 ) -> None:
     """A misspelt run or ref is an error, and where the target was to be is nothing."""
     _train(tmp_path, 1)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         run_job(reading(f"[select]\n{select}\n"))
     assert not (tmp_path / "cold").exists()
 
@@ -208,7 +198,7 @@ def test_one_store_is_no_archive_of_itself(tmp_path: Path) -> None:
     file = tmp_path / "nightly.toml"
     places = f'[source]\nurl = "{tmp_path}/hot"\n[target]\nurl = "file://{tmp_path}/hot"\n'
     file.write_text(places + '[retain]\ntarget = { full = "last 1" }\n[gc]\ntarget = true\n')
-    with pytest.raises(ConflictError, match="one store"):
+    with pytest.raises(errors.ConflictError, match="one store"):
         run_job(read_job(file))
     with ckptstore.open(tmp_path / "hot") as hot:
         assert len(hot.versions()) == 2
@@ -293,7 +283,7 @@ def test_a_machine_that_is_ahead_covers_what_it_saw(
     """Where the source may not be written, the machine's clock covers no version of the future."""
 
     def denied(_: Repo) -> float:
-        raise StoragePermissionError("put probe/0-clock: HTTP 403 AccessDenied")
+        raise errors.StoragePermissionError("put probe/0-clock: HTTP 403 AccessDenied")
 
     monkeypatch.setattr(storage_times, "storage_now", denied)
     ahead_ms = _Ahead().now_ms()

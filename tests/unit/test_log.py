@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from simulated_environment import SimulatedEnvironment
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
@@ -23,22 +23,6 @@ from ckptstore.catalog.commits import encode_commit
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.run_ops import CreateRun
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CommitConflictError,
-    CorruptObjectError,
-    IntegrityError,
-    InvalidInputError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    ReadOnlyError,
-    RunNotFoundError,
-    StorageError,
-    StorageFullError,
-    TransientStorageError,
-    UnsafeBackendError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, snapshot_key
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
@@ -76,21 +60,18 @@ class Hook(WrapperBackend):
         return replace(self.inner.capabilities, lookup_lag_s=self.lag_s)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create, by way of the hook."""
         if self.on_create is None or not key.startswith(COMMITS_PREFIX):
             self.inner.put_if_absent(key, data)
         else:
             self.on_create(key, bytes(data))
 
     def put(self, key: str, data: Buffer) -> None:
-        """Write, by way of the hook."""
         if self.on_put is None:
             self.inner.put(key, data)
         else:
             self.on_put(key, bytes(data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """List, by way of the hook."""
         if self.on_list is None or prefix != COMMITS_PREFIX:
             return self.inner.list(prefix, after=after)
         return self.on_list(prefix, after)
@@ -103,8 +84,6 @@ def log(memory: MemoryBackend, environment: SimulatedEnvironment) -> Log:
 
 
 # --- the plain way ------------------------------------------------------------------------------
-
-
 def test_an_empty_store_has_an_empty_catalog(log: Log) -> None:
     """No commit, no run, no version, and no error."""
     catalog = log.refresh()
@@ -133,7 +112,7 @@ def test_the_first_save_creates_its_run_in_the_same_commit(log: Log, saving: Sav
 
 def test_a_failing_build_leaves_nothing(log: Log, memory: MemoryBackend) -> None:
     """What `build` raises comes through, and no commit is written."""
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         log.append(lambda catalog: run_ops.tag(catalog, "nope", "0" * 32, "t"))
     assert commits_of(memory) == []
 
@@ -143,9 +122,9 @@ def test_operations_that_break_an_invariant_are_not_written(
 ) -> None:
     """A writer folds its own commit first: readers never meet a commit that they must refuse."""
     log.append(lambda _: [CreateRun(run="a")])
-    with pytest.raises(InvalidInputError, match="cannot be committed"):
+    with pytest.raises(errors.InvalidInputError, match="cannot be committed"):
         log.append(lambda _: [CreateRun(run="a")])
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         log.append(lambda _: [])
     assert len(commits_of(memory)) == 1
 
@@ -166,17 +145,15 @@ def test_check_writable_is_asked_before_each_commit(memory: MemoryBackend, savin
     """What the caller forbids is not even tried."""
 
     def refuse() -> None:
-        raise ReadOnlyError("no")
+        raise errors.ReadOnlyError("no")
 
     log = Log(memory, check_writable=refuse)
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         log.append(saving())
     assert commits_of(memory) == []
 
 
 # --- several writers ----------------------------------------------------------------------------
-
-
 def test_two_writers_of_one_run_take_turns(memory: MemoryBackend, saving: Saving) -> None:
     """A stale writer loses its number, builds again, and continues the other's version."""
     first, second = Log(memory), Log(memory)
@@ -188,37 +165,6 @@ def test_two_writers_of_one_run_take_turns(memory: MemoryBackend, saving: Saving
     versions = list(first.refresh().versions("gpt"))
     assert [v.step for v in versions] == [1, 2, 3]
     assert [v.parent for v in versions] == ["", versions[0].id, versions[1].id]
-
-
-def test_losing_the_race_builds_again_on_the_winner(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """When another commits between fold and put, `build` sees its commit, with a new write id."""
-    hook = Hook(memory)
-    rival = Log(memory)
-    rivals = [saving(step=100 + i) for i in range(3)]
-    sent: list[bytes] = []
-
-    def race(key: str, data: bytes) -> None:
-        sent.append(data)
-        if rivals:
-            rival.append(rivals.pop())
-        memory.put_if_absent(key, data)
-
-    hook.on_create = race
-    seen: list[int] = []
-    build = saving(step=1)
-
-    def watching(catalog: Catalog) -> list[Op]:
-        seen.append(catalog.number)
-        return list(build(catalog))
-
-    log = Log(hook, environment)
-    assert log.append(watching).number == 4
-    assert seen == [0, 1, 2, 3]
-    assert len(set(sent)) == 4
-    assert len(commits_of(memory)) == 4
-    assert environment.monotonic() > 0
 
 
 def test_many_threads_of_one_log(memory: MemoryBackend, saving: Saving) -> None:
@@ -261,105 +207,71 @@ def test_endless_contention_ends_in_a_conflict(
         memory.put_if_absent(key, data)
 
     hook.on_create = race
-    with pytest.raises(CommitConflictError, match="faster"):
+    with pytest.raises(errors.CommitConflictError, match="faster"):
         Log(hook, environment).append(saving())
     assert limits.COMMIT_WAIT_S <= environment.monotonic() < limits.COMMIT_WAIT_S + 60
     assert "gpt" not in [run.name for run in rival.refresh().runs()]
 
 
 # --- lost replies -------------------------------------------------------------------------------
+LOST, GONE = errors.AmbiguousWriteError("timeout"), errors.TransientStorageError("gone")
 
 
-@pytest.mark.parametrize("error", [AmbiguousWriteError, TransientStorageError])
-def test_a_lost_reply_is_one_version(
+@pytest.mark.parametrize(
+    ("events", "numbers"),
+    [
+        (["reply lost"], [1]), (["reply gone"], [1]), (["sent twice"], [1]),
+        (["request lost"], [1, 1]), (["rival first, lost"], [1, 2]),
+        (["rival first"] * 3, [1, 2, 3, 4]),
+    ],
+    ids=lambda value: value[0] if isinstance(value[0], str) else str(len(value)),
+)  # fmt: skip
+def test_a_commit_is_there_once(
     memory: MemoryBackend,
     environment: SimulatedEnvironment,
     saving: Saving,
-    error: type[StorageError],
+    events: list[str],
+    numbers: list[int],
 ) -> None:
-    """The commit happened, the answer was lost: reading back finds it, and it is there once."""
-    fault = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER, error=lambda: error("lost"))
-    commit = Log(FaultyBackend(memory, fault), environment).append(saving())
-    assert (commit.number, fault.hits, len(commits_of(memory))) == (1, 1, 1)
+    """Lost replies are read back, lost requests sent again byte by byte, lost races built anew.
 
-
-def test_its_own_object_exists_after_a_hidden_retry(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """A wrapper tried twice and its second try found the first one's object: still a success."""
-    hook = Hook(memory)
-
-    def twice(key: str, data: bytes) -> None:
-        memory.put_if_absent(key, data)
-        memory.put_if_absent(key, data)
-
-    hook.on_create = twice
-    assert Log(hook, environment).append(saving()).number == 1
-    assert len(commits_of(memory)) == 1
-
-
-def test_an_unclear_answer_and_another_winner_is_a_conflict(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Reading back finds another's write id: the next number is tried."""
-    hook = Hook(memory)
-    rival = Log(memory)
-    calls: list[str] = []
-
-    def race(key: str, data: bytes) -> None:
-        calls.append(key)
-        if len(calls) == 1:
-            rival.append(saving("rival"))
-            raise AmbiguousWriteError("timeout")
-        memory.put_if_absent(key, data)
-
-    hook.on_create = race
-    assert Log(hook, environment).append(saving()).number == 2
-    assert calls == [commit_key(1), commit_key(2)]
-
-
-def test_a_lost_request_is_sent_again_with_the_same_bytes(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Nothing is there after an unclear answer: the very same bytes go to the same number."""
-    hook = Hook(memory)
+    Requests that arrive long after their client moved on change nothing.
+    """
+    hook, rival, build = Hook(memory), Log(memory), saving(step=1)
     sent: list[tuple[str, bytes]] = []
+    seen: list[int] = []
 
-    def lose_first(key: str, data: bytes) -> None:
+    def create(key: str, data: bytes) -> None:
+        event = events[len(sent)] if len(sent) < len(events) else ""
         sent.append((key, data))
-        if len(sent) == 1:
-            raise AmbiguousWriteError("timeout")
+        if event.startswith("rival"):
+            rival.append(saving("rival"))
+        if event in ("request lost", "rival first, lost"):
+            raise LOST
         memory.put_if_absent(key, data)
+        if event.startswith("reply"):
+            raise LOST if event == "reply lost" else GONE
+        if event == "sent twice":
+            memory.put_if_absent(key, data)
 
-    hook.on_create = lose_first
-    assert Log(hook, environment).append(saving()).number == 1
-    assert len(sent) == 2
-    assert sent[0] == sent[1]
+    def watching(catalog: Catalog) -> list[Op]:
+        seen.append(catalog.number)
+        return list(build(catalog))
 
-
-def test_a_delayed_duplicate_never_lands_twice(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """Requests that arrive long after their client moved on change nothing."""
-    hook = Hook(memory)
-    held: list[tuple[str, bytes]] = []
-
-    def hold(key: str, data: bytes) -> None:
-        held.append((key, data))
-        if len(held) == 1:
-            raise AmbiguousWriteError("timeout")
-        memory.put_if_absent(key, data)
-
-    hook.on_create = hold
+    hook.on_create = create
     log = Log(hook, environment)
-    log.append(saving(step=1))
+    assert log.append(watching).number == len(commits_of(memory)) == numbers[-1]
+    assert [key for key, _ in sent] == [commit_key(number) for number in numbers]
+    assert len(set(sent)) == len(set(numbers))
+    assert seen == [number - 1 for number in sorted(set(numbers))]
+    assert environment.monotonic() > 0 or len(set(numbers)) == 1
     log.append(saving(step=2))
     before = [memory.get(key, bytes_max=10**6) for key in commits_of(memory)]
-    for key, data in held:
-        with pytest.raises(Exception, match="exists"):
+    for key, data in sent:
+        with pytest.raises(errors.ObjectExistsError):
             memory.put_if_absent(key, data)
     assert [memory.get(key, bytes_max=10**6) for key in commits_of(memory)] == before
-    assert Log(memory).refresh().versions_count == 2
+    assert Log(memory).refresh().versions_count == numbers[-1] + 1
 
 
 def test_what_stays_unclear_is_an_error_and_may_appear_once(
@@ -371,11 +283,11 @@ def test_what_stays_unclear_is_an_error_and_may_appear_once(
 
     def swallow(key: str, data: bytes) -> None:
         held.append((key, data))
-        raise AmbiguousWriteError("timeout")
+        raise errors.AmbiguousWriteError("timeout")
 
     hook.on_create = swallow
     log = Log(hook, environment)
-    with pytest.raises(AmbiguousWriteError, match=commit_key(1)):
+    with pytest.raises(errors.AmbiguousWriteError, match=commit_key(1)):
         log.append(saving(step=1))
     assert len(held) == limits.COMMIT_SENDS_MAX
     assert len(set(held)) == 1
@@ -392,22 +304,23 @@ def test_a_failing_read_back_is_never_a_success(
     """The answer was lost and the storage cannot be asked: unclear, although it is there."""
     lost = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER, error=_ambiguous)
     down = Fault(calls=frozenset({"list"}), at=3, times=0)
-    with pytest.raises(AmbiguousWriteError, match="reading back"):
+    with pytest.raises(errors.AmbiguousWriteError, match="reading back"):
         Log(FaultyBackend(memory, lost, down), environment).append(saving())
     assert len(commits_of(memory)) == 1
 
 
 def _ambiguous() -> Exception:
-    return AmbiguousWriteError("lost")
+    return errors.AmbiguousWriteError("lost")
 
 
+@pytest.mark.parametrize("error", [errors.StorageFullError, errors.UnsafeBackendError])
 def test_a_failure_for_good_leaves_no_version(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
+    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving, error: type[Exception]
 ) -> None:
-    """A full disk is passed on as it is, and nothing is committed."""
-    fault = Fault(calls=frozenset({"put_if_absent"}), times=0, error=lambda: StorageFullError("x"))
+    """A full disk, or no put-if-absent, is passed on at once, and nothing is committed."""
+    fault = Fault(calls=frozenset({"put_if_absent"}), times=0, error=lambda: error("x"))
     log = Log(FaultyBackend(memory, fault), environment)
-    with pytest.raises(StorageFullError):
+    with pytest.raises(error):
         log.append(saving())
     assert fault.hits == 1
     assert log.refresh().number == 0
@@ -415,9 +328,11 @@ def test_a_failure_for_good_leaves_no_version(
 
 @pytest.mark.parametrize("times", [1, 0])
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER, When.TRUNCATED])
-@pytest.mark.parametrize("error", [StorageError, TransientStorageError, AmbiguousWriteError])
+@pytest.mark.parametrize(
+    "error", [errors.StorageError, errors.TransientStorageError, errors.AmbiguousWriteError]
+)
 def test_every_call_failing_in_turn(
-    saving: Saving, times: int, when: When, error: type[StorageError]
+    saving: Saving, times: int, when: When, error: type[errors.StorageError]
 ) -> None:
     """Call n fails, once or for good: told success means there, told failure means not there."""
     for at in range(1, 12):
@@ -428,12 +343,12 @@ def test_every_call_failing_in_turn(
         outcome = "there"
         try:
             log.append(saving(step=1))
-        except AmbiguousWriteError:
+        except errors.AmbiguousWriteError:
             outcome = "unclear"
-        except (StorageError, CorruptObjectError):
+        except (errors.StorageError, errors.CorruptObjectError):
             outcome = "not there"
         if when is When.TRUNCATED and len(commits_of(memory)) == 2 and outcome != "there":
-            with pytest.raises(CorruptObjectError, match=commit_key(2)):
+            with pytest.raises(errors.CorruptObjectError, match=commit_key(2)):
                 Log(memory).refresh(writing=True)
             continue
         steps = [v.step for v in Log(memory).refresh().versions()]
@@ -446,27 +361,14 @@ def test_a_commit_that_shows_although_the_storage_failed_is_unclear(
 ) -> None:
     """It is visible, but nobody said that it is durable: not a success, not a plain failure."""
     fault = Fault(calls=frozenset({"put_if_absent"}), when=When.AFTER)
-    with pytest.raises(AmbiguousWriteError, match="it shows"):
+    with pytest.raises(errors.AmbiguousWriteError, match="it shows"):
         Log(FaultyBackend(memory, fault), environment).append(saving())
-
-
-def test_storage_without_the_condition_is_never_tried_twice(
-    memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
-) -> None:
-    """A refusal of put-if-absent comes through at once."""
-    fault = Fault(
-        calls=frozenset({"put_if_absent"}), times=0, error=lambda: UnsafeBackendError("501")
-    )
-    with pytest.raises(UnsafeBackendError):
-        Log(FaultyBackend(memory, fault), environment).append(saving())
-    assert fault.hits == 1
 
 
 class CreateThenInterrupt(WrapperBackend):
     """Ctrl-C arrives when the commit is written and nobody has said so yet."""
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create, then be interrupted."""
         self.inner.put_if_absent(key, data)
         raise KeyboardInterrupt
 
@@ -494,8 +396,6 @@ def test_an_interrupt_leaves_no_wrong_claim(
 
 
 # --- slow to appear -----------------------------------------------------------------------------
-
-
 def test_only_listed_names_are_opened(memory: MemoryBackend, saving: Saving) -> None:
     """No lookup of a name that may not exist: NFS would remember the failure for 30 s."""
 
@@ -551,7 +451,7 @@ def test_a_winner_that_never_shows_is_unclear(
     hook.lag_s = 100.0
     hook.on_list = lambda _prefix, _after: iter(())
     Log(memory).append(saving(step=1))
-    with pytest.raises(AmbiguousWriteError, match="not listed"):
+    with pytest.raises(errors.AmbiguousWriteError, match="not listed"):
         Log(hook, environment).append(saving(step=2))
     waited = environment.monotonic()
     assert limits.VISIBILITY_WAIT_S <= waited <= limits.VISIBILITY_WAIT_S + 2
@@ -562,10 +462,14 @@ def test_a_listed_commit_that_cannot_be_opened_yet_is_waited_for(
 ) -> None:
     """A stale ENOENT after a listing is tried again."""
     Log(memory).append(saving(step=1))
-    fault = Fault(calls=frozenset({"get"}), times=4, error=lambda: ObjectNotFoundError("stale"))
+    fault = Fault(
+        calls=frozenset({"get"}), times=4, error=lambda: errors.ObjectNotFoundError("stale")
+    )
     assert Log(FaultyBackend(memory, fault), environment).refresh().number == 1
-    fault = Fault(calls=frozenset({"get"}), times=0, error=lambda: ObjectNotFoundError("stale"))
-    with pytest.raises(CorruptObjectError, match="cannot be opened"):
+    fault = Fault(
+        calls=frozenset({"get"}), times=0, error=lambda: errors.ObjectNotFoundError("stale")
+    )
+    with pytest.raises(errors.CorruptObjectError, match="cannot be opened"):
         Log(FaultyBackend(memory, fault), environment).refresh(writing=True)
 
 
@@ -604,17 +508,15 @@ def test_a_log_that_was_cut_short_takes_no_commit(
         memory.delete(commit_key(number))
     before = commits_of(memory)
 
-    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+    with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
         log.refresh()
-    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+    with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
         log.append(lambda now: run_ops.ensure_run(now, "d", {}))
     assert commits_of(memory) == before
     assert Log(memory, environment).refresh().number == left
 
 
 # --- damage -------------------------------------------------------------------------------------
-
-
 def damage_delete(memory: MemoryBackend) -> None:
     """Take commit 3 away."""
     memory.delete(commit_key(3))
@@ -652,13 +554,13 @@ def test_damage_is_named_and_what_comes_before_can_be_read(
     damage(memory)
     log = Log(memory, environment)
     for _ in range(2):
-        with pytest.raises(CorruptObjectError, match=commit_key(3)):
+        with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
             log.refresh()
         assert [v.step for v in log.catalog.versions()] == [0, 1]
-    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+    with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
         log.append(saving(step=9))
     read: list[int] = []
-    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+    with pytest.raises(errors.CorruptObjectError, match=commit_key(3)):
         read.extend(commit.number for commit in Log(memory, environment).commits())
     assert len(commits_of(memory)) <= 5
 
@@ -673,7 +575,7 @@ def test_a_changed_history_is_noticed_by_those_who_knew_it(
     other = Log(memory)
     other.append(saving(step=2))
     other.append(saving(step=3))
-    with pytest.raises(CorruptObjectError, match="history was changed"):
+    with pytest.raises(errors.CorruptObjectError, match="history was changed"):
         log.refresh()
 
 
@@ -686,7 +588,7 @@ def test_a_newer_operation_is_refused_not_skipped(memory: MemoryBackend, saving:
     newer = raw.replace(b'"number":1', b'"number":2').replace(b'"op":"save"', b'"op":"transmute"')
     newer = newer.replace(b'"previous":""', b'"previous":"' + digest.encode() + b'"')
     memory.put(commit_key(2), encode_envelope(newer))
-    with pytest.raises(UnsupportedFeatureError, match="transmute"):
+    with pytest.raises(errors.UnsupportedFeatureError, match="transmute"):
         log.refresh()
     assert log.catalog.number == 1
 
@@ -713,14 +615,12 @@ def test_a_failing_storage_leaves_an_older_catalog(
     for call in ("list", "get"):
         fault = Fault(calls=frozenset({call}), at=2)
         log = Log(FaultyBackend(memory, fault), environment)
-        with pytest.raises(StorageError, match="injected"):
+        with pytest.raises(errors.StorageError, match="injected"):
             log.refresh()
         assert log.refresh().number == 3
 
 
 # --- a single writer ----------------------------------------------------------------------------
-
-
 def test_a_single_writer_never_uses_put_if_absent(
     memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
 ) -> None:
@@ -738,7 +638,7 @@ def test_a_second_writer_is_noticed(memory: MemoryBackend, saving: Saving) -> No
     one = Log(memory, single_writer=True)
     one.append(saving(step=1))
     Log(memory, single_writer=True).append(saving(step=2))
-    with pytest.raises(CommitConflictError, match="two writers"):
+    with pytest.raises(errors.CommitConflictError, match="two writers"):
         one.append(saving(step=3))
     assert len(commits_of(memory)) == 2
 
@@ -751,10 +651,10 @@ def test_a_second_writer_between_look_and_write_is_noticed(
     rival = Hook(memory)
     taken: list[bytes] = []
     rival.on_put = lambda _key, data: taken.append(data)
-    with pytest.raises(AmbiguousWriteError):
+    with pytest.raises(errors.AmbiguousWriteError):
         Log(rival, environment, single_writer=True).append(saving("rival"))
     hook.on_put = lambda key, _data: memory.put(key, taken[0])
-    with pytest.raises(CommitConflictError, match="another's"):
+    with pytest.raises(errors.CommitConflictError, match="another's"):
         Log(hook, environment, single_writer=True).append(saving())
 
 
@@ -768,7 +668,7 @@ def test_an_overwritten_commit_is_noticed_at_the_next(
     memory.delete(commit_key(1))
     two.append(saving("two"))
     assert memory.get(commit_key(1), bytes_max=10**6) != mine
-    with pytest.raises(CommitConflictError, match="replaced"):
+    with pytest.raises(errors.CommitConflictError, match="replaced"):
         one.append(saving("one", step=1))
 
 
@@ -787,7 +687,7 @@ def test_a_single_writer_does_not_believe_a_short_listing(
     )
     writes: list[str] = []
     hook.on_put = lambda key, _data: writes.append(key)
-    with pytest.raises(IntegrityError, match="not listed") as caught:
+    with pytest.raises(errors.IntegrityError, match="not listed") as caught:
         Log(hook, environment, single_writer=True).append(saving("other"))
     assert caught.value.hint
     assert not writes
@@ -804,7 +704,7 @@ def test_a_single_writer_does_not_go_on_before_its_newest_snapshot(
     assert snapshots.write(memory, writer.catalog, single_writer=True)
     for number in (2, 3):
         memory.delete(commit_key(number))
-    with pytest.raises(IntegrityError, match="the log ends before"):
+    with pytest.raises(errors.IntegrityError, match="the log ends before"):
         Log(memory, environment, single_writer=True).append(saving("other"))
     assert len(commits_of(memory)) == 1
     memory.delete(snapshot_key(3))
@@ -819,23 +719,14 @@ def test_a_taken_commit_is_another_writers(
     hook = Hook(memory)
 
     def taken(key: str, _data: bytes) -> None:
-        raise ObjectExistsError(key)
+        raise errors.ObjectExistsError(key)
 
     hook.on_put = taken
-    with pytest.raises(CommitConflictError, match="two writers"):
+    with pytest.raises(errors.CommitConflictError, match="two writers"):
         Log(hook, environment, single_writer=True).append(saving())
 
 
-def test_single_writers_one_after_another(memory: MemoryBackend, saving: Saving) -> None:
-    """A new process goes on where the last one ended."""
-    for step in range(3):
-        Log(memory, single_writer=True).append(saving(step=step))
-    assert Log(memory).refresh().versions_count == 3
-
-
 # --- processes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_does_not_inherit_a_held_lock(memory: MemoryBackend, saving: Saving) -> None:

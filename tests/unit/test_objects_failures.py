@@ -48,20 +48,16 @@ class Bytes:
 
     @property
     def nbytes(self) -> int:
-        """Return its length."""
         return len(self.data)
 
     @property
     def payload(self) -> Bytes:
-        """Return itself."""
         return self
 
     def view(self) -> memoryview | None:
-        """Say that the bytes must be copied."""
         return None
 
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Copy a piece, or fail."""
         self.reads.append(start)
         if self.meeting is not None:
             self.meeting.arrive()
@@ -80,7 +76,6 @@ class Meeting:
     failing: int = 0
 
     def __post_init__(self) -> None:
-        """Watch the events."""
         self._all_here = threading.Barrier(self.workers)
         self._known = threading.Event()
         real = threading.Event.set
@@ -110,7 +105,6 @@ class Far(WrapperBackend):
     reads = 0
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Meet, then read."""
         self.reads += 1
         self.meeting.arrive()
         self.inner.read_into(key, offset, buffers)
@@ -119,15 +113,9 @@ class Far(WrapperBackend):
 def write(source: Bytes, backend: Backend, *, choice: CodecChoice = "raw") -> Written:
     """Write one tensor."""
     return write_pieces(
-        [source],
-        backend=backend,
-        environment=SYSTEM,
-        options=Options(workers=4),
-        known=KnownPieces([]),
-        chunk_bytes=CHUNK_BYTES,
-        choice=choice,
-        progress=silent,
-    )
+        [source], backend=backend, environment=SYSTEM, options=Options(workers=4),
+        known=KnownPieces([]), chunk_bytes=CHUNK_BYTES, choice=choice, progress=silent,
+    )  # fmt: skip
 
 
 def noise(chunks: int) -> bytes:
@@ -205,12 +193,9 @@ def test_a_damaged_piece_is_reported_and_the_others_are_read() -> None:
             assert out == whole[row * CHUNK_BYTES : (row + 1) * CHUNK_BYTES]
     with pytest.raises(CorruptTensorError, match="tensor t7"):
         read_pieces(
-            table,
-            [ReadItem(row=7, out=None, label="t7")],
-            backend=backend,
-            options=Options(workers=2),
-            progress=silent,
-        )
+            table, [ReadItem(row=7, out=None, label="t7")], backend=backend,
+            options=Options(workers=2), progress=silent,
+        )  # fmt: skip
 
 
 def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
@@ -229,12 +214,9 @@ def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
 
     with pytest.raises(CorruptTensorError, match="checksum"):
         read_pieces(
-            written.table,
-            [ReadItem(row=0, out=None, label="w")],
-            backend=backend,
-            options=Options(workers=1),
-            progress=silent,
-        )
+            written.table, [ReadItem(row=0, out=None, label="w")], backend=backend,
+            options=Options(workers=1), progress=silent,
+        )  # fmt: skip
     assert decoded == []
 
 
@@ -287,22 +269,13 @@ def test_progress_counts_to_the_whole() -> None:
     steps: list[Progress] = []
     source = Bytes(noise(9))
     written = write_pieces(
-        [source],
-        backend=backend,
-        environment=SYSTEM,
-        options=Options(workers=3),
-        known=KnownPieces([]),
-        chunk_bytes=CHUNK_BYTES,
-        choice="raw",
-        progress=steps.append,
-    )
+        [source], backend=backend, environment=SYSTEM, options=Options(workers=3),
+        known=KnownPieces([]), chunk_bytes=CHUNK_BYTES, choice="raw", progress=steps.append,
+    )  # fmt: skip
     read_pieces(
-        written.table,
-        [ReadItem(row=row, out=None, label="w") for row in range(9)],
-        backend=backend,
-        options=Options(workers=3),
-        progress=steps.append,
-    )
+        written.table, [ReadItem(row=row, out=None, label="w") for row in range(9)],
+        backend=backend, options=Options(workers=3), progress=steps.append,
+    )  # fmt: skip
 
     for stage in ("write", "read"):
         done = [step.done for step in steps if step.stage == stage]

@@ -37,7 +37,6 @@ class _Wide(WrapperBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """ReadItem many small requests."""
         return replace(self.inner.capabilities, concurrency=64, read_bytes_max=READ_BYTES)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:

@@ -257,15 +257,9 @@ def test_ids_are_compared_whole() -> None:
 def capabilities_of(gap: int, size: int) -> Capabilities:
     """Return capabilities that differ in what a plan looks at."""
     return Capabilities(
-        put_if_absent=PutIfAbsent.ATOMIC,
-        pack_bytes=1 << 20,
-        part_bytes=1 << 20,
-        read_gap_bytes=gap,
-        read_bytes_max=size,
-        concurrency=1,
-        scatter_read=True,
-        lookup_lag_s=0.0,
-    )
+        put_if_absent=PutIfAbsent.ATOMIC, pack_bytes=1 << 20, part_bytes=1 << 20,
+        read_gap_bytes=gap, read_bytes_max=size, concurrency=1, scatter_read=True, lookup_lag_s=0.0,
+    )  # fmt: skip
 
 
 @st.composite
@@ -287,15 +281,10 @@ def tables(draw: st.DrawFn) -> PieceTable:
     columns = np.array(rows, np.uint64).reshape(len(rows), 6).T
     u32 = [columns[place].astype(np.uint32) for place in (0, 1, 3, 4, 5)]
     return PieceTable(
-        ids=np.zeros((len(rows), 32), np.uint8),
-        raw=u32[0],
-        pack=u32[1],
-        offset=columns[2].astype(np.uint64),
-        stored=u32[2],
-        inner=u32[3],
-        slab=u32[4],
+        ids=np.zeros((len(rows), 32), np.uint8), raw=u32[0], pack=u32[1],
+        offset=columns[2].astype(np.uint64), stored=u32[2], inner=u32[3], slab=u32[4],
         packs=["aa" * 16, "bb" * 16, "cc" * 16],
-    )
+    )  # fmt: skip
 
 
 def apart(first: Span, second: Span, gap: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends import part_sender
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.buffers import BufferPool
@@ -27,14 +27,6 @@ from ckptstore.backends.parted_writer import PartedWriter
 from ckptstore.codecs.codec_table import encode
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import SYSTEM
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    StorageError,
-    StoragePermissionError,
-    TransientStorageError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format import pack
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import (
@@ -69,7 +61,7 @@ def test_a_pack_header_comes_back_and_only_for_its_own_pack() -> None:
 
     assert len(data) == 32
     pack.parse_header(data, pack_id=ID)
-    with pytest.raises(CorruptObjectError, match="it is pack"):
+    with pytest.raises(errors.CorruptObjectError, match="it is pack"):
         pack.parse_header(data, pack_id="f" * 32)
 
 
@@ -78,7 +70,7 @@ def test_a_pack_of_a_newer_format_is_told_apart_from_damage(at: int, value: int)
     """Format 2 or an unknown flag is a feature that is missing, not a damaged file."""
     data = bytearray(pack.pack_header(ID))
     data[at] = value
-    with pytest.raises(UnsupportedFeatureError, match=ID):
+    with pytest.raises(errors.UnsupportedFeatureError, match=ID):
         pack.parse_header(bytes(data), pack_id=ID)
 
 
@@ -107,7 +99,7 @@ def test_every_bit_of_a_chunk_header_counts() -> None:
     for bit in range(8 * len(data)):
         torn = bytearray(data)
         torn[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CorruptObjectError, match="pack p"):
+        with pytest.raises(errors.CorruptObjectError, match="pack p"):
             pack.parse_chunk_header(bytes(torn), where="p")
 
 
@@ -120,7 +112,7 @@ def test_chunks_over_the_limit_are_refused(raw: int, stored: int) -> None:
     header = ChunkHeader(
         codec=0, layout=0, raw_bytes=raw, stored_bytes=stored, checksum=0, chunk_id=bytes(32)
     )
-    with pytest.raises(CorruptObjectError, match="over the limit"):
+    with pytest.raises(errors.CorruptObjectError, match="over the limit"):
         pack.parse_chunk_header(header.to_bytes(), where="p")
 
 
@@ -149,7 +141,7 @@ def test_every_bit_of_an_index_and_trailer_counts() -> None:
     for bit in range(8 * len(footer)):
         torn = bytearray(footer)
         torn[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CorruptObjectError):
+        with pytest.raises(errors.CorruptObjectError):
             read_footer(bytes(torn), end)
 
 
@@ -166,7 +158,7 @@ def test_an_index_that_does_not_follow_the_chunks_is_refused() -> None:
     rows, end = rows_of([10, 20])
     for wrong in ([rows[1], rows[0]], [rows[0], rows[0]], [rows[1]], [rows[0]]):
         index = pack.pack_footer(wrong, offset=end)[:-32]
-        with pytest.raises(CorruptObjectError):
+        with pytest.raises(errors.CorruptObjectError):
             pack.parse_index(index, checksum=xxh3_64(index), offset=end, where="p")
 
 
@@ -178,28 +170,22 @@ def test_parsers_raise_errors_of_the_tree_only(data: bytes) -> None:
         lambda: pack.parse_chunk_header(data, where="p"),
         lambda: pack.parse_trailer(data, pack_bytes=len(data), where="p"),
     ):
-        with pytest.raises(CkptStoreError):
+        with pytest.raises(errors.CkptStoreError):
             parse()
 
 
 @given(
-    total=st.integers(0, 1 << 50),
-    whole=st.integers(1, 4 * GIB),
-    threads=st.integers(1, 64),
-    memory=st.integers(0, 8 * GIB),
-    beside=st.integers(0, 64 * MIB),
-)
+    total=st.integers(0, 1 << 50), whole=st.integers(1, 4 * GIB), threads=st.integers(1, 64),
+    memory=st.integers(0, 8 * GIB), beside=st.integers(0, 64 * MIB),
+)  # fmt: skip
 def test_packs_in_memory_stay_between_their_bounds(
     *, total: int, whole: int, threads: int, memory: int, beside: int
 ) -> None:
     """Never above the backend's size or the memory, never tiny, sizes grow; one is always begun."""
     plan = plan_packs(
-        total,
-        _capabilities(pack_bytes=whole, part_bytes=whole),
-        threads=threads,
-        memory_bytes=memory,
-        beside_bytes=beside,
-    )
+        total, _capabilities(pack_bytes=whole, part_bytes=whole), threads=threads,
+        memory_bytes=memory, beside_bytes=beside,
+    )  # fmt: skip
     sizes = [plan.closed_at(turn) for turn in range(70)]
     assert sizes == sorted(sizes)
     assert sizes[-1] == plan.most_bytes <= whole
@@ -295,7 +281,6 @@ class _Late(Future[None]):
         self._call = call
 
     def result(self, timeout: float | None = None) -> None:
-        """Do the work, once."""
         if not self.done():
             self._call()
             self.set_result(None)
@@ -309,7 +294,6 @@ class _Finishers:
         self._given: list[_Late] = []
 
     def submit(self, call: Callable[..., None], *arguments: object) -> _Late:
-        """Take work."""
         self._given.append(_Late(partial(call, *arguments)))
         return self._given[-1]
 
@@ -337,13 +321,9 @@ PACK = "ab" * 16
 def chunk(data: bytes) -> bytes:
     """Return a raw chunk: its header and its bytes."""
     header = ChunkHeader(
-        codec=0,
-        layout=0,
-        raw_bytes=len(data),
-        stored_bytes=len(data),
-        checksum=xxh3_64(data),
+        codec=0, layout=0, raw_bytes=len(data), stored_bytes=len(data), checksum=xxh3_64(data),
         chunk_id=blake3_digest(data),
-    )
+    )  # fmt: skip
     return header.to_bytes() + data
 
 
@@ -438,7 +418,7 @@ def test_any_bytes_raise_nothing_but_typed_errors(data: bytes) -> None:
     """Arbitrary bytes are scanned to their end, without a chunk being made up."""
     try:
         found = scan(data)
-    except CkptStoreError as error:
+    except errors.CkptStoreError as error:
         pytest.fail(f"reading cannot fail here: {error}")
     assert all(xxh3_64(f.stored) == f.header.checksum for f in found)
 
@@ -447,13 +427,9 @@ def test_a_pack_of_lies_ends_the_scan_early() -> None:
     """Headers that promise bytes which do not match are not read again without bound."""
     body = b"x" * 5000
     lie = ChunkHeader(
-        codec=0,
-        layout=0,
-        raw_bytes=5000,
-        stored_bytes=5000,
-        checksum=1,
+        codec=0, layout=0, raw_bytes=5000, stored_bytes=5000, checksum=1,
         chunk_id=blake3_digest(body),
-    ).to_bytes()
+    ).to_bytes()  # fmt: skip
     data = lie * 400 + body
     asked = 0
 
@@ -491,16 +467,13 @@ class Storage:
                 raise self._failures.pop(0)
 
     def whole(self, body: memoryview) -> None:
-        """Take an object."""
         self._call("whole")
         self.objects.append(bytes(body))
 
     def begin(self) -> None:
-        """Begin."""
         self._call("begin")
 
     def part(self, number: int, body: memoryview) -> int:
-        """Take a part."""
         with self._lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -515,17 +488,15 @@ class Storage:
         return number
 
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
-        """Show the object."""
         self._call("complete")
         data = b"".join(self._parts[number] for number in receipts)
         assert len(data) == size_bytes
         self.objects.append(data)
 
     def abandon(self) -> None:
-        """Drop the parts."""
         assert not self.at_once
         self.abandoned += 1
-        raise StorageError("it fails, too")
+        raise errors.StorageError("it fails, too")
 
 
 @pytest.fixture
@@ -585,7 +556,7 @@ def test_a_part_that_failed_for_a_while_is_sent_again(failures: list[bool]) -> N
         patch.setattr(limits, "PART_BYTES", PART)
         patch.setattr(part_sender, "SMALL_PART_BYTES", PART)
         sender = PartSender(MOST, MOST * PART)
-        storage = Storage([TransientStorageError("busy") for fails in failures if fails])
+        storage = Storage([errors.TransientStorageError("busy") for fails in failures if fails])
         data = os.urandom(6 * PART + 1)
         with PartedWriter(storage, sender) as writer:
             for at in range(0, len(data), 130):
@@ -593,7 +564,7 @@ def test_a_part_that_failed_for_a_while_is_sent_again(failures: list[bool]) -> N
             for _ in range(20):
                 try:
                     writer.commit()
-                except TransientStorageError:
+                except errors.TransientStorageError:
                     assert not storage.objects
                     continue
                 break
@@ -605,13 +576,13 @@ def test_a_part_that_failed_for_a_while_is_sent_again(failures: list[bool]) -> N
 
 def test_a_lasting_failure_is_raised_and_the_parts_are_dropped(sender: PartSender) -> None:
     """By a later write or the commit; the error is that of the part, not that of dropping it."""
-    storage = Storage([StoragePermissionError("no"), StoragePermissionError("no")])
+    storage = Storage([errors.StoragePermissionError("no"), errors.StoragePermissionError("no")])
     with PartedWriter(storage, sender) as writer:
-        with pytest.raises(StoragePermissionError):  # noqa: PT012 - by one of them
+        with pytest.raises(errors.StoragePermissionError):  # noqa: PT012 - by one of them
             for _ in range(100):
                 writer.write(bytes(PART))
             writer.commit()
-        with pytest.raises(StoragePermissionError):
+        with pytest.raises(errors.StoragePermissionError):
             writer.commit()
     assert not storage.objects
 

@@ -244,7 +244,6 @@ class _Trained:
         return self
 
     def change(self) -> None:
-        """Take a step."""
         self.changes += 1
         self.memory[:] = bytes([self.changes % 251]) * self.nbytes
 
@@ -254,7 +253,6 @@ class _Trained:
         return memoryview(self.memory).toreadonly() if self.in_place else None
 
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Copy, after a step."""
         self.change()
         out[:] = self.memory[start : start + len(out)]
 
@@ -267,7 +265,6 @@ class _Between(KnownPieces):
         self._sources = sources
 
     def find(self, piece_id: bytes, raw_bytes: int) -> Location | None:
-        """Let every tensor change."""
         for source in self._sources:
             source.change()
         return super().find(piece_id, raw_bytes)
@@ -281,15 +278,9 @@ def test_what_is_stored_is_what_was_digested(size: int, codec: CodecChoice, in_p
     sources = [_Trained(size, in_place), _Trained(size, in_place)]
     backend = MemoryBackend(f"changing/{size}/{codec}/{in_place}")
     written = write_pieces(
-        sources,
-        backend=backend,
-        environment=SYSTEM,
-        options=Options(workers=1),
-        known=_Between(sources),
-        chunk_bytes=CHUNK_BYTES,
-        choice=codec,
-        progress=silent,
-    )
+        sources, backend=backend, environment=SYSTEM, options=Options(workers=1),
+        known=_Between(sources), chunk_bytes=CHUNK_BYTES, choice=codec, progress=silent,
+    )  # fmt: skip
     outs = [bytearray(int(raw)) for raw in written.table.raw]
     read_pieces(
         written.table,

@@ -95,8 +95,6 @@ def _checks_out(store: Store, state: State, ref: str = "gpt@latest") -> bool:
 
 
 # --- what did not change ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", ["blocking", "thread"])
 def test_what_did_not_change_is_not_converted_again(tmp_path: Path, engine: str) -> None:
     """The second save makes no cast, stores nothing, and is the same version but for its name."""
@@ -158,8 +156,6 @@ def test_a_new_process_proves_anew(tmp_path: Path) -> None:
 
 
 # --- what did change ----------------------------------------------------------------------------
-
-
 def _flip(name: str, byte: int, mask: int) -> Callable[[State], None]:
     def change(state: State) -> None:
         _bits(state[name])[byte] ^= mask
@@ -290,8 +286,6 @@ def test_equal_weights_of_two_masters(store: Store) -> None:
 
 
 # --- whom to believe ----------------------------------------------------------------------------
-
-
 def _truncate(*args: Any) -> None:  # noqa: ANN401 - as the function
     given, out = args[2], args[3]
     np.frombuffer(out, np.uint16)[:] = np.frombuffer(given, np.uint16)[1::2]
@@ -337,8 +331,6 @@ def test_recipes_that_were_not_proved_here_are_no_proof(store: Store) -> None:
 
 
 # --- states that change meanwhile ---------------------------------------------------------------
-
-
 def _before(module: object, name: str, change: Callable[[], object]) -> AbstractContextManager[Any]:
     """Have a state changed, once, right before a function is called."""
     real = getattr(module, name)
@@ -448,7 +440,6 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- any order of changes -----------------------------------------------------------------------
-
 _BITS = st.tuples(st.integers(0, 511), st.integers(0, 31))
 _STEPS = st.lists(
     st.one_of(

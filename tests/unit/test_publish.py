@@ -16,18 +16,7 @@ from faultkit.stores import create, memory_with, reopen
 from webserver import Reply, Request, WebServer
 
 import ckptstore
-from ckptstore import limits
-from ckptstore.errors import (
-    CkptStoreError,
-    ConflictError,
-    InvalidInputError,
-    MissingKeyError,
-    PolicyError,
-    RunNotFoundError,
-    StorageError,
-    VersionNotFoundError,
-    WrongKeyError,
-)
+from ckptstore import errors, limits
 from ckptstore.format.keys import PAGE_KEY, PUBLISHED_KEY, pack_key
 from ckptstore.format.published import decode_published
 from ckptstore.maintenance.replicas.replicate import ReplicateReport
@@ -207,25 +196,25 @@ def test_a_narrower_copy_is_refused(place: Path, tmp_path: Path) -> None:
     with ckptstore.open(place) as store:
         store.publish(public, ["open@3"])
         before = everything_in(public)
-        with pytest.raises(PolicyError, match=r"besides: open@3.*--add"):
+        with pytest.raises(errors.PolicyError, match=r"besides: open@3.*--add"):
             store.publish(public, ["open@4"])
         assert everything_in(public) == before
         assert store.publish(public, ["open@4"], add=True).versions_count == 2
         gone = store.resolve("open@4").id
         store.remove(["open@4"], force=True)
-        with pytest.raises(PolicyError, match="besides: open@4"):
+        with pytest.raises(errors.PolicyError, match="besides: open@4"):
             store.publish(public, ["open@3"])
         assert store.publish(public).deleted == (gone,)
         with ckptstore.open(public) as copy:
             copy.remove([f"#{gone}"], force=True)
         assert store.publish(public).deleted == ()
-        with pytest.raises(VersionNotFoundError):
+        with pytest.raises(errors.VersionNotFoundError):
             store.publish(tmp_path / "none", ["open@44"])
         assert not (tmp_path / "none").exists()
         for wrong in ({"refs": ["open@3"]}, {"add": True}, {"to_key": KEY}):
-            with pytest.raises(InvalidInputError, match="are for a copy"):
+            with pytest.raises(errors.InvalidInputError, match="are for a copy"):
                 store.publish(None, **wrong)
-        with pytest.raises(ConflictError, match="one store"):
+        with pytest.raises(errors.ConflictError, match="one store"):
             store.publish(place)
 
 
@@ -260,7 +249,7 @@ def test_beside_writers(place: Path, server: WebServer) -> None:
                         store.run("beside").save({"w": torch.full((9,), 1.0 * step)}, step=step)
                     else:
                         store.gc(grace_s=0, orphan_age_s=0)
-        except ConflictError:
+        except errors.ConflictError:
             return  # the other one published
         except BaseException as error:  # noqa: BLE001 - handed to the test
             failures.append(error)
@@ -295,8 +284,8 @@ def test_a_publication_that_fails_anywhere(tmp_path: Path) -> None:
         with reopen(FaultyBackend(backend, fault)) as faulty:
             try:
                 faulty.publish()
-            except CkptStoreError as error:
-                assert isinstance(error, StorageError)  # noqa: PT017
+            except errors.CkptStoreError as error:
+                assert isinstance(error, errors.StorageError)  # noqa: PT017
         assert len(reopen(backend).versions()) == 5
         if not fault.hits:
             break
@@ -312,16 +301,16 @@ def test_an_encrypted_store(tmp_path: Path, server: WebServer) -> None:
     with ckptstore.open(place, create=True, encryption_key=KEY) as store:
         store.run("secret-run").save(state, step=1, metrics={"secret-loss": 1.0})
         assert store.publish().versions_count == 1
-        with pytest.raises(MissingKeyError):
+        with pytest.raises(errors.MissingKeyError):
             store.publish(tmp_path / "plain")
         store.publish(tmp_path / "sealed", to_key=KEY)
     for name in ("store", "sealed"):
         assert b"secret" not in everything_in(tmp_path / name)
         with ckptstore.open(f"{server.url}/{name}", encryption_key=KEY) as web:
             assert not differences(web.load("secret-run@1"), state)
-        with pytest.raises(MissingKeyError):
+        with pytest.raises(errors.MissingKeyError):
             ckptstore.open(f"{server.url}/{name}")
-        with pytest.raises(WrongKeyError):
+        with pytest.raises(errors.WrongKeyError):
             ckptstore.open(f"{server.url}/{name}", encryption_key=bytes(range(2, 34)))
     rotated = bytes(range(1, 33))
     ckptstore.store.opening.rotate_key(place, encryption_key=KEY, new_key=rotated)
@@ -339,11 +328,9 @@ class _Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keep a tag."""
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        """Keep text."""
         self.text += data
 
 
@@ -397,11 +384,14 @@ def test_a_flipped_byte_is_found(
             assert web.load("open@5")["own"][0] == 7.5
         return
     if kind == "commits":  # none is sound: nothing of the log is read
-        with ckptstore.open(f"{server.url}/store") as web, pytest.raises(RunNotFoundError):
+        with ckptstore.open(f"{server.url}/store") as web, pytest.raises(errors.RunNotFoundError):
             web.load("open@5")
         assert "the end of the log is damaged" in caplog.text
         return
-    with pytest.raises(CkptStoreError) as caught, ckptstore.open(f"{server.url}/store") as web:
+    with (
+        pytest.raises(errors.CkptStoreError) as caught,
+        ckptstore.open(f"{server.url}/store") as web,
+    ):
         web.load("open@5")
     assert caught.value.exit_code in {5, 6}
 
@@ -414,7 +404,7 @@ def test_a_foreign_page_stays(place: Path, tmp_path: Path) -> None:
         for page in (b"", b"<!doctype html><p>hand-made" + b" " * 10_000):
             (folder / PAGE_KEY).write_bytes(page)
             before = everything_in(folder)
-            with ckptstore.open(place) as store, pytest.raises(PolicyError, match=PAGE_KEY):
+            with ckptstore.open(place) as store, pytest.raises(errors.PolicyError, match=PAGE_KEY):
                 store.publish(None if folder == place else folder)
             assert everything_in(folder) == before
         (folder / PAGE_KEY).unlink()
@@ -422,6 +412,9 @@ def test_a_foreign_page_stays(place: Path, tmp_path: Path) -> None:
         store.publish(public)
         (public / PAGE_KEY).write_bytes(b"mine")
         before = everything_in(public)
-        with pytest.raises(PolicyError, match="another location"), ckptstore.open(public) as to:
+        with (
+            pytest.raises(errors.PolicyError, match="another location"),
+            ckptstore.open(public) as to,
+        ):
             store.publish(to)
         assert everything_in(public) == before

@@ -53,15 +53,10 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
         check(pack, index, go_on)
 
     copy_chunks(
-        table,
-        [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
-        source=MemoryBackend(name),
-        target=target,
-        environment=SYSTEM,
-        options=Options(),
-        progress=silent,
-        after=after,
-    )
+        table, [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
+        source=MemoryBackend(name), target=target, environment=SYSTEM, options=Options(),
+        progress=silent, after=after,
+    )  # fmt: skip
     assert sum(map(len, rows.values())) >= 5
     return target, rows, check
 
@@ -147,11 +142,9 @@ class _Altering(WrapperBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Close packs at 1 MiB."""
         return replace(self.inner.capabilities, pack_bytes=1 << 20, part_bytes=1 << 20)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read, and change a byte."""
         self.reads += 1
         self.inner.read_into(key, offset, buffers)
         buffers[0][100] ^= 1
@@ -166,15 +159,10 @@ def test_damage_in_the_target_is_not_told_as_damage_in_the_source() -> None:
     target = _Altering(MemoryBackend(f"{name}-target"))
     with pytest.raises(CorruptObjectError, match="does not hold what was written") as caught:
         copy_chunks(
-            table,
-            [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
-            source=MemoryBackend(name),
-            target=target,
-            environment=SYSTEM,
-            options=Options(workers=1),
-            progress=silent,
-            after=ReadBack(target, SYSTEM),
-        )
+            table, [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
+            source=MemoryBackend(name), target=target, environment=SYSTEM,
+            options=Options(workers=1), progress=silent, after=ReadBack(target, SYSTEM),
+        )  # fmt: skip
     assert not isinstance(caught.value, CorruptTensorError)
 
 

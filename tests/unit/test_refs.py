@@ -9,19 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import best
 from ckptstore.catalog.refs import parse_ref, resolve
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    InvalidRefError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.format.names import check_metric_name, check_run_name, check_tag
 
 Saving = Callable[..., Build]
@@ -31,7 +25,7 @@ def accepted(check: Callable[[str], str], text: str) -> bool:
     """Say whether a name is accepted."""
     try:
         check(text)
-    except InvalidInputError:
+    except errors.InvalidInputError:
         return False
     return True
 
@@ -138,7 +132,7 @@ def test_inside_a_run_the_relative_part_stands_alone(text: str, kind: str) -> No
 )
 def test_errors_have_position_and_reason(text: str, run: str, position: int, said: str) -> None:
     """Whoever mistypes learns where and why."""
-    with pytest.raises(InvalidRefError, match=f"character {position}:") as caught:
+    with pytest.raises(errors.InvalidRefError, match=f"character {position}:") as caught:
         parse_ref(text, run=run)
     assert said in str(caught.value)
 
@@ -164,7 +158,7 @@ def test_any_text_is_read_or_refused(text: str, run: str) -> None:
     said = f"character 1: {text!r} was read"
     try:
         ref = parse_ref(text, run=run)
-    except InvalidRefError as error:
+    except errors.InvalidRefError as error:
         said = str(error)
     else:
         assert ref.text == text
@@ -172,8 +166,6 @@ def test_any_text_is_read_or_refused(text: str, run: str) -> None:
 
 
 # --- resolving ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def catalog(memory: MemoryBackend, saving: Saving) -> Catalog:
     """Return a catalog of two runs with steps, metrics and tags."""
@@ -216,22 +208,22 @@ def test_what_each_form_names(catalog: Catalog, text: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("gtp", RunNotFoundError, "did you mean gpt?"),
-        ("gpt@relaese", VersionNotFoundError, "did you mean release?"),
-        ("gpt@310", VersionNotFoundError, "the nearest are 300 and 400"),
-        ("gpt@9", VersionNotFoundError, "the nearest is 100"),
-        ("gpt@500", VersionNotFoundError, "the nearest is 400"),
-        ("gpt@~5", VersionNotFoundError, "only 4 versions come before"),
-        ("gpt@best:val_los", VersionNotFoundError, "did you mean val_loss?"),
-        ("gpt@best:other", InvalidRefError, "metrics={'other': 'min'}"),
-        ("gpt@best>300:acc", VersionNotFoundError, "have steps 100 to 300"),
-        ("#ffff", VersionNotFoundError, "no id begins so"),
-        ("#0000", InvalidRefError, "not unique"),
-        ("ft@x", VersionNotFoundError, "there is none yet"),
+        ("gtp", errors.RunNotFoundError, "did you mean gpt?"),
+        ("gpt@relaese", errors.VersionNotFoundError, "did you mean release?"),
+        ("gpt@310", errors.VersionNotFoundError, "the nearest are 300 and 400"),
+        ("gpt@9", errors.VersionNotFoundError, "the nearest is 100"),
+        ("gpt@500", errors.VersionNotFoundError, "the nearest is 400"),
+        ("gpt@~5", errors.VersionNotFoundError, "only 4 versions come before"),
+        ("gpt@best:val_los", errors.VersionNotFoundError, "did you mean val_loss?"),
+        ("gpt@best:other", errors.InvalidRefError, "metrics={'other': 'min'}"),
+        ("gpt@best>300:acc", errors.VersionNotFoundError, "have steps 100 to 300"),
+        ("#ffff", errors.VersionNotFoundError, "no id begins so"),
+        ("#0000", errors.InvalidRefError, "not unique"),
+        ("ft@x", errors.VersionNotFoundError, "there is none yet"),
     ],
 )
 def test_what_is_not_there_comes_with_a_hint(
-    catalog: Catalog, text: str, error: type[CkptStoreError], said: str
+    catalog: Catalog, text: str, error: type[errors.CkptStoreError], said: str
 ) -> None:
     """The error says what there is instead."""
     with pytest.raises(error) as caught:
@@ -243,7 +235,7 @@ def test_an_id_inside_a_run_must_be_of_it(catalog: Catalog) -> None:
     """``run.load("#id")`` does not load another run's version by accident."""
     text = f"#{6:032x}"
     assert resolve(catalog, parse_ref(text, run="ft")).run == "ft"
-    with pytest.raises(VersionNotFoundError, match="it is of run 'ft'"):
+    with pytest.raises(errors.VersionNotFoundError, match="it is of run 'ft'"):
         resolve(catalog, parse_ref(text, run="gpt"))
 
 
@@ -259,7 +251,7 @@ def test_only_nan_is_no_best(memory: MemoryBackend, saving: Saving) -> None:
     """NaN never wins, not even alone."""
     log = Log(memory)
     log.append(saving(step=1, metrics={"loss": math.nan}, directions={"loss": "min"}))
-    with pytest.raises(VersionNotFoundError, match="NaN"):
+    with pytest.raises(errors.VersionNotFoundError, match="NaN"):
         resolve(log.catalog, parse_ref("gpt@best:loss"))
 
 
@@ -267,7 +259,7 @@ def test_a_run_without_versions(memory: MemoryBackend) -> None:
     """A run that was only created has no latest."""
     log = Log(memory)
     log.append(lambda c: run_ops.ensure_run(c, "empty", {}))
-    with pytest.raises(VersionNotFoundError, match="no version yet"):
+    with pytest.raises(errors.VersionNotFoundError, match="no version yet"):
         resolve(log.catalog, parse_ref("empty"))
 
 

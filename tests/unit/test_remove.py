@@ -12,16 +12,9 @@ from faultkit.stores import trusting
 from metered import MeteredBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
-from ckptstore.errors import (
-    CondemnedError,
-    InvalidInputError,
-    InvalidRefError,
-    PolicyError,
-    ReadOnlyError,
-    VersionNotFoundError,
-)
 from ckptstore.maintenance.retention.rollback import rollback
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
@@ -40,25 +33,25 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[ckptstore.Store]:
+def store(path: Path) -> Iterator[Store]:
     """Return that store, open."""
     with ckptstore.open(path) as opened:
         yield opened
 
 
-def _steps(store: ckptstore.Store) -> list[int]:
+def _steps(store: Store) -> list[int]:
     return [version.step for version in store.versions("gpt")]
 
 
-def test_removed_and_back(store: ckptstore.Store) -> None:
+def test_removed_and_back(store: Store) -> None:
     """What is removed is gone from lists and refs, and undeleting brings it back whole."""
     (removal,) = store.remove(["gpt@1"], reason="bad data")
     assert removal.version.step == 1
     assert removal.reclaimable_bytes > removal.version.roles["weights"].stored
     assert _steps(store) == [0, 2, 3, 4]
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         store.resolve("gpt@1")
-    with pytest.raises(VersionNotFoundError, match="undelete"):
+    with pytest.raises(errors.VersionNotFoundError, match="undelete"):
         store.resolve(f"#{removal.version.id}")
     assert store.log()[-1].ops[0].reason == "bad data"  # type: ignore[attr-defined]  # a delete
     (back,) = store.undelete([f"#{removal.version.id[:10]}"])
@@ -86,11 +79,11 @@ def test_many_are_removed_by_as_few_requests_as_one() -> None:
 
 
 @pytest.mark.parametrize(("ref", "said"), [("gpt@2", "tagged paper"), ("gpt@4", "head")])
-def test_what_needs_force(store: ckptstore.Store, ref: str, said: str) -> None:
+def test_what_needs_force(store: Store, ref: str, said: str) -> None:
     """Tagged versions and heads go only by force; a dry run says so, and nothing goes by half."""
     (removal,) = store.remove([ref], dry_run=True)
     assert said in removal.obstacle
-    with pytest.raises(PolicyError, match=said):
+    with pytest.raises(errors.PolicyError, match=said):
         store.remove(["gpt@0", ref])
     assert _steps(store) == [0, 1, 2, 3, 4]
     assert store.remove([ref], force=True, dry_run=True)[0].obstacle == ""
@@ -98,24 +91,24 @@ def test_what_needs_force(store: ckptstore.Store, ref: str, said: str) -> None:
     assert store.resolve("gpt").step == (3 if ref == "gpt@4" else 4)
 
 
-def test_pins_hold_against_force(store: ckptstore.Store) -> None:
+def test_pins_hold_against_force(store: Store) -> None:
     """Until they are taken away."""
     assert store.pin("gpt@1").pinned
     assert store.pin("gpt@1").pinned, "twice is once"
     assert "pinned" in store.remove(["gpt@1"], force=True, dry_run=True)[0].obstacle
-    with pytest.raises(PolicyError, match="pinned"):
+    with pytest.raises(errors.PolicyError, match="pinned"):
         store.remove(["gpt@1"], force=True)
     assert not store.unpin("gpt@1").pinned
     store.remove(["gpt@1"])
     assert _steps(store) == [0, 2, 3, 4]
 
 
-def test_the_only_verified_version_needs_force(store: ckptstore.Store) -> None:
+def test_the_only_verified_version_needs_force(store: Store) -> None:
     """Unless the whole run goes."""
     store.verify(["gpt@0", "gpt@1"], record=True)
     store.remove(["gpt@0"])
     assert "only verified" in store.remove(["gpt@1"], dry_run=True)[0].obstacle
-    with pytest.raises(PolicyError, match="only verified"):
+    with pytest.raises(errors.PolicyError, match="only verified"):
         store.remove(["gpt@1"])
     store.run("gpt").untag("paper")
     everything = [f"gpt@{step}" for step in range(1, 5)]
@@ -131,44 +124,44 @@ def test_a_collection_makes_it_too_late(path: Path) -> None:
     with ckptstore.open(path) as store:
         removed = store.remove(["gpt@0"])[0].version
         store.gc(grace_s=3600, orphan_age_s=0)
-        with pytest.raises(CondemnedError):
+        with pytest.raises(errors.CondemnedError):
             store.undelete([f"#{removed.id}"])
         store.gc(grace_s=0, orphan_age_s=0)
-        with pytest.raises(CondemnedError):
+        with pytest.raises(errors.CondemnedError):
             store.undelete([f"#{removed.id}"])
     with ckptstore.open(path) as store:
-        with pytest.raises((VersionNotFoundError, CondemnedError)):
+        with pytest.raises((errors.VersionNotFoundError, errors.CondemnedError)):
             store.undelete([f"#{removed.id}"])
         assert _steps(store) == [1, 2, 3, 4]
         assert store.verify().ok
 
 
-def test_a_pack_that_is_gone_makes_it_too_late(store: ckptstore.Store, path: Path) -> None:
+def test_a_pack_that_is_gone_makes_it_too_late(store: Store, path: Path) -> None:
     """Who opens a store after a sweep cannot know its names: each pack is looked for."""
     removed = store.remove(["gpt@0"])[0].version
     for pack in sorted((path / "packs").rglob("*.pack")):
         pack.unlink()
-    with pytest.raises(VersionNotFoundError, match="has deleted what it needs"):
+    with pytest.raises(errors.VersionNotFoundError, match="has deleted what it needs"):
         store.undelete([f"#{removed.id}"])
     assert 0 not in _steps(store)
 
 
-def test_only_what_is_deleted_comes_back(store: ckptstore.Store) -> None:
+def test_only_what_is_deleted_comes_back(store: Store) -> None:
     """A version that is there, one that never was, and a ref that names no deleted one."""
     there = store.resolve("gpt@1").id
-    with pytest.raises(InvalidInputError, match="not deleted"):
+    with pytest.raises(errors.InvalidInputError, match="not deleted"):
         store.undelete([f"#{there}"])
     for ref in ("gpt@1", "gpt@77", "#" + "f" * 32):
-        with pytest.raises(VersionNotFoundError, match="names no version"):
+        with pytest.raises(errors.VersionNotFoundError, match="names no version"):
             store.undelete([ref])
     for ref in ("gpt@latest", "gpt@paper", "gpt"):
-        with pytest.raises(InvalidRefError, match="by its id or step"):
+        with pytest.raises(errors.InvalidRefError, match="by its id or step"):
             store.undelete([ref])
-    with pytest.raises(InvalidInputError, match="no version to remove"):
+    with pytest.raises(errors.InvalidInputError, match="no version to remove"):
         store.remove([])
 
 
-def test_of_a_step_that_was_deleted_twice_the_newer_comes_back(store: ckptstore.Store) -> None:
+def test_of_a_step_that_was_deleted_twice_the_newer_comes_back(store: Store) -> None:
     """By step the version that was saved last; the other by its id."""
     store.remove(["gpt@1"])
     newer = store.run("gpt").save({"model": {"w": torch.ones(3)}}, step=1)
@@ -179,7 +172,7 @@ def test_of_a_step_that_was_deleted_twice_the_newer_comes_back(store: ckptstore.
     assert _steps(store).count(1) == 2
 
 
-def test_a_record_comes_back_without_objects(store: ckptstore.Store) -> None:
+def test_a_record_comes_back_without_objects(store: Store) -> None:
     """It needs none."""
     store.age(["gpt@0"], "record")
     store.remove(["gpt@0"])
@@ -188,13 +181,13 @@ def test_a_record_comes_back_without_objects(store: ckptstore.Store) -> None:
 
 
 @pytest.fixture
-def rollback_store(memory: MemoryBackend) -> ckptstore.Store:
+def rollback_store(memory: MemoryBackend) -> Store:
     """Return a store in memory."""
-    return ckptstore.Store(create_on(memory))
+    return Store(create_on(memory))
 
 
 @pytest.fixture
-def run(rollback_store: ckptstore.Store) -> ckptstore.Run:
+def run(rollback_store: Store) -> ckptstore.Run:
     """Return a run of five versions, the third the best."""
     run = rollback_store.run("gpt", metrics={"loss": "min"})
     for step, loss in enumerate([3.0, 2.0, 1.0, 4.0, 9.0]):
@@ -268,9 +261,7 @@ def test_abandoned_versions_are_not_the_best(run: ckptstore.Run) -> None:
     assert run.resolve("best:loss").step == 2
 
 
-def test_a_fork_is_not_on_the_line_of_its_parent(
-    rollback_store: ckptstore.Store, run: ckptstore.Run
-) -> None:
+def test_a_fork_is_not_on_the_line_of_its_parent(rollback_store: Store, run: ckptstore.Run) -> None:
     """Rolling back a fork to its first version leaves the parent's run alone."""
     fork = rollback_store.fork("gpt@2", "ft")
     fork.save({"w": torch.zeros(3)}, step=9)
@@ -280,30 +271,26 @@ def test_a_fork_is_not_on_the_line_of_its_parent(
     assert _abandoned(run) == []
 
 
-def test_refusals(
-    rollback_store: ckptstore.Store, run: ckptstore.Run, memory: MemoryBackend
-) -> None:
+def test_refusals(rollback_store: Store, run: ckptstore.Run, memory: MemoryBackend) -> None:
     """Versions of other runs, deleted ones, none at all, and read-only stores."""
     other = rollback_store.run("other").save({"w": 1}, step=1)
     rollback_store.remove(["gpt@1"])
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run.rollback(1)
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         run.rollback(77)
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         rollback(rollback_store.repo, "gpt", other.id)
-    reader = ckptstore.Store(open_on(memory, options=Options(read_only=True)))
-    with pytest.raises(ReadOnlyError):
+    reader = Store(open_on(memory, options=Options(read_only=True)))
+    with pytest.raises(errors.ReadOnlyError):
         reader.rollback("gpt@0")
 
 
-def test_a_record_is_nothing_to_go_back_to(
-    rollback_store: ckptstore.Store, run: ckptstore.Run
-) -> None:
+def test_a_record_is_nothing_to_go_back_to(rollback_store: Store, run: ckptstore.Run) -> None:
     """Where only the record is kept, there is no state to continue."""
     rollback_store.run("gpt").retain({"full": ["last 1"], "record": ["all"]})
     assert run.resolve(1).level == "record"
-    with pytest.raises(VersionNotFoundError, match="only the record"):
+    with pytest.raises(errors.VersionNotFoundError, match="only the record"):
         run.rollback(1)
 
 
@@ -351,9 +338,7 @@ class _Training:
         return losses
 
 
-def test_training_after_a_rollback_equals_one_that_never_went_astray(
-    rollback_store: ckptstore.Store,
-) -> None:
+def test_training_after_a_rollback_equals_one_that_never_went_astray(rollback_store: Store) -> None:
     """Weights, moments, schedule, generator and data position come back: losses are equal."""
     training = _Training()
     run = rollback_store.run("gpt", metrics={"loss": "min"})

@@ -90,26 +90,20 @@ def test_a_skeleton_is_rebuilt_around_what_moved() -> None:
     """Containers move with what is in them, keep their kind, merge; empty ones stay."""
     node = _node(
         {
-            "model": {"back.w": "T", "head.w": "T"},
-            "parts": ["T", {"x": "T"}],
-            "empty": {},
-            "gone": {"w": "T"},
-            "lr": 0.1,
+            "model": {"back.w": "T", "head.w": "T"}, "parts": ["T", {"x": "T"}], "empty": {},
+            "gone": {"w": "T"}, "lr": 0.1,
         },
         [0],
-    )
+    )  # fmt: skip
     assert isinstance(node, list)
     node[node.index("model") + 1] = ["o", None, *node[node.index("model") + 1][1:]]  # type: ignore[index]
 
     moved = rename(node, Renames({"model": "net", "parts": "net.parts", "gone": "net"}))
 
     assert _paths(moved) == {
-        0: ("net", "back.w"),
-        1: ("net", "head.w"),
-        2: ("net", "parts", 0),
-        3: ("net", "parts", 1, "x"),
-        4: ("net", "w"),
-    }
+        0: ("net", "back.w"), 1: ("net", "head.w"), 2: ("net", "parts", 0),
+        3: ("net", "parts", 1, "x"), 4: ("net", "w"),
+    }  # fmt: skip
     assert isinstance(moved, list)
     assert moved[moved.index("net") + 1][0] == "o"  # type: ignore[index]
     assert moved[moved.index("empty") + 1] == ["d"]

@@ -58,12 +58,9 @@ def _history(store: ckptstore.Store) -> None:
     losses = {1: 3.0, 2: math.nan, 3: -math.inf, 4: 2.5}
     for step, loss in losses.items():
         run.save(
-            _state(step),
-            step=step,
-            metrics={"loss": loss, "acc": step / 10},
-            tags=["first"] if step == 1 else (),
-            metadata={"lr": 0.1 * step},
-        )
+            _state(step), step=step, metrics={"loss": loss, "acc": step / 10},
+            tags=["first"] if step == 1 else (), metadata={"lr": 0.1 * step},
+        )  # fmt: skip
     run.rollback("3")
     run.save(_state(5), step=5, metrics={"loss": 2.0})
     store.fork("gpt@3", "ft", roles=["weights"])
@@ -74,17 +71,9 @@ def _history(store: ckptstore.Store) -> None:
 def _said(version: Version) -> dict[str, Any]:
     """Return what of a version must be the same in every store."""
     names = [
-        "id",
-        "run",
-        "step",
-        "parent",
-        "created_at",
-        "content",
-        "tags",
-        "metadata",
-        "level",
+        "id", "run", "step", "parent", "created_at", "content", "tags", "metadata", "level",
         "abandoned",
-    ]
+    ]  # fmt: skip
     metrics = {name: repr(value) for name, value in version.metrics.items()}
     return {**{name: getattr(version, name) for name in (*names, "abandoned")}, "metrics": metrics}
 
@@ -171,12 +160,9 @@ def test_ancestors_come_as_records_and_are_filled_later(backends: Backends) -> N
 
     levels = {(v.run, v.step): v.level for v in target.versions()}
     assert levels == {
-        ("gpt", 1): "record",
-        ("gpt", 2): "record",
-        ("gpt", 3): "record",
-        ("ft", 3): "record",
+        ("gpt", 1): "record", ("gpt", 2): "record", ("gpt", 3): "record", ("ft", 3): "record",
         ("ft", 6): "full",
-    }
+    }  # fmt: skip
     assert report.records_count == 4
     assert target.runs()[-1].origin == source.resolve("gpt@3").id
     source.replicate(target, runs=["gpt"], keep="best 1 loss")

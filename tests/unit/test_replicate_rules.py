@@ -10,7 +10,6 @@ import pytest
 import torch
 from damaging import flip_object
 
-import ckptstore
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
@@ -25,6 +24,7 @@ from ckptstore.limits import KIB
 from ckptstore.model import Version
 from ckptstore.objects.packs import PackPlan, PackSink, read_index
 from ckptstore.repo import create_on
+from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Backends = Callable[[], MemoryBackend]
@@ -38,29 +38,27 @@ def backends(request: pytest.FixtureRequest) -> Backends:
     return lambda: MemoryBackend(f"rules/{request.node.nodeid}/{next(numbers)}")
 
 
-def _store(backend: Backend) -> ckptstore.Store:
-    return ckptstore.Store(create_on(backend, exist_ok=True))
+def _store(backend: Backend) -> Store:
+    return Store(create_on(backend, exist_ok=True))
 
 
-def _save(
-    store: ckptstore.Store, step: int, run: str = "gpt", ways: dict[str, Any] | None = None
-) -> Version:
+def _save(store: Store, step: int, run: str = "gpt", ways: dict[str, Any] | None = None) -> Version:
     state = {"model": {"w": torch.full((50,), float(step))}, "m": torch.full((40,), step / 2)}
     return store.run(run, metrics=ways).save(state, step=step)
 
 
-def _head(store: ckptstore.Store, run: str = "gpt") -> int:
+def _head(store: Store, run: str = "gpt") -> int:
     head = store.run(run).head
     assert head is not None
     return head.step
 
 
-def _assert_loads(store: ckptstore.Store, step: int) -> None:
+def _assert_loads(store: Store, step: int) -> None:
     assert torch.equal(store.load(f"gpt@{step}")["model"]["w"], torch.full((50,), float(step)))
 
 
 @pytest.fixture
-def pair(backends: Backends) -> tuple[ckptstore.Store, ckptstore.Store]:
+def pair(backends: Backends) -> tuple[Store, Store]:
     """Return a store of three versions, and its replica."""
     source, target = _store(backends()), _store(backends())
     for step in (1, 2, 3):
@@ -69,7 +67,7 @@ def pair(backends: Backends) -> tuple[ckptstore.Store, ckptstore.Store]:
     return source, target
 
 
-Pair = tuple[ckptstore.Store, ckptstore.Store]
+Pair = tuple[Store, Store]
 
 
 def test_a_rollback_in_the_target_stays(pair: Pair) -> None:
@@ -342,10 +340,10 @@ def resumed_backends(request: pytest.FixtureRequest) -> Callable[[], MemoryBacke
     return lambda: MemoryBackend(f"resumed/{request.node.nodeid}/{next(numbers)}")
 
 
-def _resumed_store(backend: Backend, key: UserKey | None = None) -> ckptstore.Store:
+def _resumed_store(backend: Backend, key: UserKey | None = None) -> Store:
     options = Options(workers=1)
     repo = create_on(backend, exist_ok=True, chunk_bytes=64 * KIB, options=options, key=key)
-    return ckptstore.Store(repo)
+    return Store(repo)
 
 
 def _state(step: int = 1) -> dict[str, Any]:
@@ -354,7 +352,7 @@ def _state(step: int = 1) -> dict[str, Any]:
     return {"model": {"w": torch.randn(PACKS - 1, 64 * KIB // 4), **small}, "epoch": 3}
 
 
-def _interrupted(source: ckptstore.Store, target: Backend, key: UserKey | None = None) -> int:
+def _interrupted(source: Store, target: Backend, key: UserKey | None = None) -> int:
     """Replicate until nine tenths of the packs are there; return how many bytes that sent."""
     writes = Fault(calls=frozenset({"writer.commit"}), at=PACKS - 1, times=0)
     with _resumed_store(FaultyBackend(target, writes), key) as broken, pytest.raises(StorageError):
@@ -363,7 +361,7 @@ def _interrupted(source: ckptstore.Store, target: Backend, key: UserKey | None =
     return sum(info.size_bytes for info in target.list("packs/"))
 
 
-def _assert_equal(target: ckptstore.Store) -> None:
+def _assert_equal(target: Store) -> None:
     found = target.load("a@1")
     assert torch.equal(found["model"]["w"], _state()["model"]["w"])
     assert torch.equal(found["model"]["b7"], _state()["model"]["b7"])

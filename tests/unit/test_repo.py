@@ -14,27 +14,13 @@ from typing import Any
 import pytest
 from simulated_environment import SimulatedEnvironment
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.backends import posix
 from ckptstore.backends.base import Backend, Capabilities, ObjectInfo, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.log import Build
 from ckptstore.config import Environment, Options
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CkptStoreError,
-    CorruptObjectError,
-    FormatError,
-    InvalidInputError,
-    ReadOnlyError,
-    StorageError,
-    StoreExistsError,
-    StoreNotFoundError,
-    TransientStorageError,
-    UnsafeBackendError,
-    UnsupportedFeatureError,
-)
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
@@ -52,7 +38,6 @@ class Prober:
         self.asked = 0
 
     def __call__(self, backend: Backend, environment: Environment) -> Finding:
-        """Return the finding."""
         assert environment.monotonic() >= 0
         self.asked += 1
         return Finding(put_if_absent=self.verdict, report={"backend": backend.name})
@@ -65,8 +50,6 @@ def store_json(backend: Backend) -> dict[str, Any]:
 
 
 # --- creating and opening -----------------------------------------------------------------------
-
-
 def test_create_then_open(memory: MemoryBackend, environment: SimulatedEnvironment) -> None:
     """What the creator chose is what the opener finds."""
     prober = Prober()
@@ -94,7 +77,7 @@ def test_create_by_url_runs_the_real_probe_and_leaves_nothing_else(tmp_path: Pat
 def test_no_store_is_an_error_that_says_how_to_make_one(tmp_path: Path) -> None:
     """Opening nothing creates nothing."""
     url = str(tmp_path / "none")
-    with pytest.raises(StoreNotFoundError, match="ckptstore init"):
+    with pytest.raises(errors.StoreNotFoundError, match="ckptstore init"):
         open_repo(url)
     assert not Path(url).exists()
     with open_repo(url, create=True) as made:
@@ -106,7 +89,7 @@ def test_no_store_is_an_error_that_says_how_to_make_one(tmp_path: Path) -> None:
 def test_creating_twice_is_refused(memory: MemoryBackend) -> None:
     """``init`` on a store does not touch it; ``open(create=True)`` opens it."""
     first = create_on(memory, prober=Prober())
-    with pytest.raises(StoreExistsError):
+    with pytest.raises(errors.StoreExistsError):
         create_on(memory, prober=Prober())
     again = create_on(memory, exist_ok=True, prober=Prober())
     assert again.superblock.store_id == first.superblock.store_id
@@ -124,9 +107,9 @@ def test_foreign_files_are_left_alone(memory: MemoryBackend) -> None:
 def test_remains_of_a_store_are_not_built_upon(memory: MemoryBackend, key: str) -> None:
     """Objects below our prefixes without store.json: garbage collection would eat them."""
     memory.put(key, b"{}")
-    with pytest.raises(StoreExistsError, match=key):
+    with pytest.raises(errors.StoreExistsError, match=key):
         create_on(memory, prober=Prober())
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(errors.StoreNotFoundError):
         open_on(memory)
 
 
@@ -146,7 +129,7 @@ def test_of_many_creators_one_wins(memory: MemoryBackend) -> None:
     def create(number: int) -> str:
         try:
             repo = create_on(Together(memory), exist_ok=number % 2 == 0, prober=Prober())
-        except StoreExistsError:
+        except errors.StoreExistsError:
             return ""
         return repo.superblock.store_id
 
@@ -160,18 +143,19 @@ def test_of_many_creators_one_wins(memory: MemoryBackend) -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, -1, limits.CHUNK_BYTES_MIN - 1, 2**40])
 def test_a_chunk_size_out_of_bounds_is_refused(memory: MemoryBackend, chunk_bytes: int) -> None:
     """Before anything is written."""
-    with pytest.raises(InvalidInputError, match="chunk size"):
+    with pytest.raises(errors.InvalidInputError, match="chunk size"):
         create_on(memory, chunk_bytes=chunk_bytes, prober=Prober())
     assert list(memory.list("")) == []
 
 
 # --- lost replies -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [AmbiguousWriteError, TransientStorageError])
+@pytest.mark.parametrize("error", [errors.AmbiguousWriteError, errors.TransientStorageError])
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 def test_a_lost_reply_while_creating(
-    memory: MemoryBackend, environment: SimulatedEnvironment, error: type[StorageError], when: When
+    memory: MemoryBackend,
+    environment: SimulatedEnvironment,
+    error: type[errors.StorageError],
+    when: When,
 ) -> None:
     """Request or answer lost: the store is there once, and is this creator's."""
     fault = Fault(calls=frozenset({"put_if_absent"}), when=when, error=lambda: error("lost"))
@@ -185,15 +169,19 @@ def test_creating_that_stays_unclear_is_an_error(
 ) -> None:
     """Nothing is claimed without proof."""
     fault = Fault(
-        calls=frozenset({"put_if_absent"}), times=0, error=lambda: AmbiguousWriteError("lost")
+        calls=frozenset({"put_if_absent"}),
+        times=0,
+        error=lambda: errors.AmbiguousWriteError("lost"),
     )
-    with pytest.raises(AmbiguousWriteError, match=STORE_KEY):
+    with pytest.raises(errors.AmbiguousWriteError, match=STORE_KEY):
         create_on(FaultyBackend(memory, fault), environment=environment, prober=Prober())
     lost = Fault(
-        calls=frozenset({"put_if_absent"}), when=When.AFTER, error=lambda: AmbiguousWriteError("x")
+        calls=frozenset({"put_if_absent"}),
+        when=When.AFTER,
+        error=lambda: errors.AmbiguousWriteError("x"),
     )
     blind = Fault(calls=frozenset({"list"}), at=6, times=0)
-    with pytest.raises(AmbiguousWriteError, match=STORE_KEY):
+    with pytest.raises(errors.AmbiguousWriteError, match=STORE_KEY):
         create_on(FaultyBackend(memory, lost, blind), environment=environment, prober=Prober())
 
 
@@ -205,30 +193,27 @@ def test_nfs_is_listed_not_probed(memory: MemoryBackend) -> None:
 
         @property
         def capabilities(self) -> Capabilities:
-            """Declare the lag."""
             return replace(self.inner.capabilities, lookup_lag_s=30.0)
 
         def get(self, key: str, *, bytes_max: int) -> bytes:
-            """Read what exists."""
             assert any(info.key == key for info in self.inner.list(key))
             return self.inner.get(key, bytes_max=bytes_max)
 
     backend = Remembering(memory)
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(errors.StoreNotFoundError):
         open_on(backend)
     create_on(backend, prober=Prober())
     assert open_on(backend).catalog.number == 0
 
 
 # --- who may write ------------------------------------------------------------------------------
-
 UNSAFE = [PutIfAbsent.IGNORED, PutIfAbsent.REFUSED, PutIfAbsent.UNKNOWN]
 
 
 @pytest.mark.parametrize("verdict", UNSAFE)
 def test_unsafe_storage_makes_no_store(memory: MemoryBackend, verdict: PutIfAbsent) -> None:
     """Without put-if-absent nothing is created, and the way out is named."""
-    with pytest.raises(UnsafeBackendError, match="single_writer=True"):
+    with pytest.raises(errors.UnsafeBackendError, match="single_writer=True"):
         create_on(memory, prober=Prober(verdict))
     assert list(memory.list("")) == []
 
@@ -246,7 +231,7 @@ def test_a_declared_single_writer_never_tries_the_condition(
     assert store_json(memory)["single_writer"] is True
     other = open_on(backend, prober=Prober())
     assert other.catalog.versions_count == 1
-    with pytest.raises(UnsafeBackendError, match="reading is safe"):
+    with pytest.raises(errors.UnsafeBackendError, match="reading is safe"):
         other.log.append(saving(step=2))
     assert fault.seen == 0
 
@@ -255,7 +240,6 @@ class Rangeless(WrapperBackend):
     """Takes no notice of where a range begins."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read from the beginning on."""
         self.inner.read_into(key, 0, buffers)
 
 
@@ -263,7 +247,6 @@ class Altering(WrapperBackend):
     """Gives other bytes than were stored."""
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Return them in upper case."""
         return self.inner.get(key, bytes_max=bytes_max).swapcase()
 
 
@@ -271,7 +254,6 @@ class Stale(WrapperBackend):
     """Lists nothing of what was just written."""
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Leave the last object out."""
         return iter(list(self.inner.list(prefix, after=after))[:-1])
 
 
@@ -298,7 +280,7 @@ def test_storage_that_fails_a_check_makes_no_store(
     memory: MemoryBackend, kind: type[WrapperBackend], said: str, *, single_writer: bool
 ) -> None:
     """To be the only writer helps nobody where reads, listings or deletions are wrong."""
-    with pytest.raises(StorageError, match=re.escape(said)) as caught:
+    with pytest.raises(errors.StorageError, match=re.escape(said)) as caught:
         create_on(kind(memory), options=Options(single_writer=single_writer))
     assert "doctor" in caught.value.hint
     assert "single_writer" not in str(caught.value)
@@ -313,7 +295,7 @@ def test_a_store_that_is_reached_by_unsound_storage_is_not_written_to(
     reached = Rangeless(memory)
     reached.name = "another"
     repo = open_on(reached, options=Options(single_writer=True))
-    with pytest.raises(StorageError, match="ranged read"):
+    with pytest.raises(errors.StorageError, match="ranged read"):
         repo.log.append(saving())
     assert repo.catalog.versions_count == 0
 
@@ -333,15 +315,15 @@ def test_a_single_writer_on_safe_storage_uses_the_condition(
 
 def test_read_only(memory: MemoryBackend, saving: Saving) -> None:
     """Read-only stores are not written, not probed, and not created."""
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         create_on(memory, options=Options(read_only=True), prober=Prober())
     create_on(memory, prober=Prober()).log.append(saving())
     prober = Prober()
     repo = open_on(memory, options=Options(read_only=True), prober=prober)
     assert repo.catalog.versions_count == 1
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         repo.check_writable()
-    with pytest.raises(ReadOnlyError):
+    with pytest.raises(errors.ReadOnlyError):
         repo.log.append(saving())
     assert prober.asked == 0
 
@@ -359,7 +341,7 @@ def test_another_way_to_the_storage_is_probed_before_the_first_write(
     repo.log.append(saving(step=1))
     repo.log.append(saving(step=2))
     assert good.asked == 1
-    with pytest.raises(UnsafeBackendError):
+    with pytest.raises(errors.UnsafeBackendError):
         open_on(by_nfs, prober=bad).log.append(saving(step=3))
     assert bad.asked == 1
     assert store_json(memory)["backend"] == "memory"
@@ -387,46 +369,40 @@ def test_a_damaged_log_can_be_read_up_to_the_damage(memory: MemoryBackend, savin
     memory.delete(commit_key(2))
     memory.put(commit_key(2), b"junk")
     damaged = open_on(memory)
-    with pytest.raises(CorruptObjectError, match=commit_key(2)):
+    with pytest.raises(errors.CorruptObjectError, match=commit_key(2)):
         _ = damaged.catalog
     assert damaged.catalog.versions_count == 1
 
 
 # --- the superblock -----------------------------------------------------------------------------
-
 PLAIN = Superblock(
-    store_id="a" * 32,
-    chunk_bytes=limits.CHUNK_BYTES_DEFAULT,
-    created_at_ms=1,
-    by="ana",
-    backend="memory",
-    put_if_absent="atomic",
-    single_writer=False,
-)
+    store_id="a" * 32, chunk_bytes=limits.CHUNK_BYTES_DEFAULT, created_at_ms=1, by="ana",
+    backend="memory", put_if_absent="atomic", single_writer=False,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"format": 2}, UnsupportedFeatureError),
-        ({"format": 2, "features": {"new": "shape"}}, UnsupportedFeatureError),
-        ({"features": ["encryption"]}, UnsupportedFeatureError),
-        ({"features": ["x"] * 100}, CorruptObjectError),
-        ({"features": ["Not A Feature"]}, CorruptObjectError),
-        ({"magic": "something-else"}, FormatError),
-        ({"store_id": "x"}, CorruptObjectError),
-        ({"chunk_bytes": 2**40}, CorruptObjectError),
-        ({"chunk_bytes": 0}, CorruptObjectError),
-        ({"put_if_absent": "surely"}, CorruptObjectError),
-        ({"single_writer": 1}, CorruptObjectError),
-        ({"created_at_ms": -1}, CorruptObjectError),
-        ({"probe": []}, CorruptObjectError),
-        ({"by": None}, CorruptObjectError),
+        ({"format": 2}, errors.UnsupportedFeatureError),
+        ({"format": 2, "features": {"new": "shape"}}, errors.UnsupportedFeatureError),
+        ({"features": ["encryption"]}, errors.UnsupportedFeatureError),
+        ({"features": ["x"] * 100}, errors.CorruptObjectError),
+        ({"features": ["Not A Feature"]}, errors.CorruptObjectError),
+        ({"magic": "something-else"}, errors.FormatError),
+        ({"store_id": "x"}, errors.CorruptObjectError),
+        ({"chunk_bytes": 2**40}, errors.CorruptObjectError),
+        ({"chunk_bytes": 0}, errors.CorruptObjectError),
+        ({"put_if_absent": "surely"}, errors.CorruptObjectError),
+        ({"single_writer": 1}, errors.CorruptObjectError),
+        ({"created_at_ms": -1}, errors.CorruptObjectError),
+        ({"probe": []}, errors.CorruptObjectError),
+        ({"by": None}, errors.CorruptObjectError),
     ],
     ids=str,
 )
 def test_hostile_superblocks(
-    memory: MemoryBackend, changes: dict[str, Any], error: type[CkptStoreError]
+    memory: MemoryBackend, changes: dict[str, Any], error: type[errors.CkptStoreError]
 ) -> None:
     """Each is refused by kind, whether opened or created upon."""
     body = json.loads(encode_superblock(PLAIN))["body"] | changes
@@ -451,16 +427,16 @@ def test_every_bit_of_the_superblock_counts() -> None:
     for bit in range(8 * len(data)):
         torn = bytearray(data)
         torn[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CorruptObjectError):
+        with pytest.raises(errors.CorruptObjectError):
             decode_superblock(bytes(torn), where="k")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"[" * 10**6, b'{"format":2}', b"\xff"])
 def test_bodies_that_are_no_superblock(body: bytes) -> None:
     """Anything else is corruption, or another format; never a crash."""
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         decode_superblock(encode_envelope(body), where="k")
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         decode_superblock(body, where="k")
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         decode_superblock(b" " * (limits.SUPERBLOCK_BYTES_MAX + 1), where="k")

@@ -73,18 +73,11 @@ class Story:
         self.environment.sleep(3600)
         self.log.append(
             lambda catalog: run_ops.save(
-                catalog,
-                run=run,
-                version=named,
-                step=step,
-                manifest=_pointer(named),
-                content="2" * 64,
-                directions=self._directions,
-                metrics={} if loss is None else {"loss": loss},
-                tags=tags,
-                roles=roles or BOTH,
+                catalog, run=run, version=named, step=step, manifest=_pointer(named),
+                content="2" * 64, directions=self._directions,
+                metrics={} if loss is None else {"loss": loss}, tags=tags, roles=roles or BOTH,
             )
-        )
+        )  # fmt: skip
         return named
 
     def rollback(self, version: str) -> None:
@@ -96,13 +89,10 @@ class Story:
         found = self.log.catalog.version(version)
         named = f"{next(self._ids):032x}"
         move = Move(
-            version=version,
-            based_on=found.manifest_digest,
-            level=level,
-            manifest=None if level == "record" else _pointer(named),
-            content="3" * 64,
+            version=version, based_on=found.manifest_digest, level=level,
+            manifest=None if level == "record" else _pointer(named), content="3" * 64,
             roles={} if level == "record" else {"weights": BOTH["weights"]},
-        )
+        )  # fmt: skip
         self.log.append(lambda now: content_ops.relocate(now, [move]))
 
     def plan(self, *, hours_later: float = 0, **rules: Any) -> RunPlan:  # noqa: ANN401
@@ -200,17 +190,9 @@ def test_levels_are_asked_from_the_top(story: Story) -> None:
     """A version stays at the highest level that has a rule for it, and says which."""
     found = story.plan(full="last 2", weights=["best 3 loss", "every 500 steps"], record="all")
     assert fates(found) == {
-        100: "weights",
-        200: "record",
-        300: "record",
-        400: "record",
-        500: "weights",
-        600: "weights",
-        700: "weights",
-        800: "record",
-        900: "full",
-        1000: "full",
-    }
+        100: "weights", 200: "record", 300: "record", 400: "record", 500: "weights", 600: "weights",
+        700: "weights", 800: "record", 900: "full", 1000: "full",
+    }  # fmt: skip
     why = reasons(found)
     assert why[500] == "best 3 loss; every 500 steps"
     assert why[900] == "last 2"
@@ -331,13 +313,8 @@ def test_what_was_reduced_takes_no_place_above_and_comes_not_back() -> None:
     story.age(ids[1], "weights")
     found = story.plan(full="best 2 loss", record="all")
     assert fates(found) == {
-        0: "record",
-        1: "weights",
-        2: "full",
-        3: "record",
-        4: "record",
-        5: "full",
-    }
+        0: "record", 1: "weights", 2: "full", 3: "record", 4: "record", 5: "full",
+    }  # fmt: skip
     assert fates(story.plan(full="all"))[0] == "record"
     assert not story.plan(full="all").changes
 

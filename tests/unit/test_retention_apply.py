@@ -11,18 +11,11 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.catalog import content_ops, retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    InvalidInputError,
-    PolicyError,
-    ReadOnlyError,
-    RunNotFoundError,
-    StorageError,
-    TransientStorageError,
-)
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import StepReport
 from ckptstore.maintenance.replicas.evict import SecondLook
@@ -97,7 +90,7 @@ def test_what_is_pinned_after_the_plan_keeps_its_content(
     with ckptstore.open(path) as other:
         other.pin("gpt@10")
     before = store.repo.refresh().number
-    with pytest.raises(PolicyError, match=r"gpt@10 .* is pinned") as caught:
+    with pytest.raises(errors.PolicyError, match=r"gpt@10 .* is pinned") as caught:
         store.repo.log.append(lambda now: content_ops.relocate(now, [less]))
     assert "unpin it" in caught.value.hint
     assert store.repo.refresh().number == before
@@ -123,9 +116,9 @@ def test_a_refused_plan_changes_no_run(store: ckptstore.Store) -> None:
     store.run("other").save(_state(1), step=1)
     store.run("other").save(_state(2), step=2, tags=["x"])
     before = store.repo.refresh().number
-    with pytest.raises(PolicyError, match=r"run 'gpt'.*keep the content of none"):
+    with pytest.raises(errors.PolicyError, match=r"run 'gpt'.*keep the content of none"):
         store.retain({"full": "tagged"})
-    with pytest.raises(PolicyError, match=r"run 'other'.*low or high"):
+    with pytest.raises(errors.PolicyError, match=r"run 'other'.*low or high"):
         store.retain({"full": "best 1 loss"})
     assert store.repo.refresh().number == before
     assert "none" in store.retain({"full": "tagged"}, dry_run=True).plans[0].refused
@@ -133,15 +126,15 @@ def test_a_refused_plan_changes_no_run(store: ckptstore.Store) -> None:
 
 def test_what_is_no_policy_is_refused(store: ckptstore.Store) -> None:
     """No policy at all, an empty one, one that is no policy, a run that is not there."""
-    with pytest.raises(InvalidInputError, match="no retention policy"):
+    with pytest.raises(errors.InvalidInputError, match="no retention policy"):
         store.retain()
-    with pytest.raises(PolicyError, match="delete everything"):
+    with pytest.raises(errors.PolicyError, match="delete everything"):
         store.retain({})
-    with pytest.raises(PolicyError, match="delete everything"):
+    with pytest.raises(errors.PolicyError, match="delete everything"):
         store.set_policy({"full": []})
-    with pytest.raises(InvalidInputError, match="not a rule"):
+    with pytest.raises(errors.InvalidInputError, match="not a rule"):
         store.retain({"full": "some"})
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         store.retain(POLICY, run="gtp")
 
 
@@ -149,7 +142,7 @@ def test_a_read_only_store_plans_and_no_more(path: Path) -> None:
     """Who may not write may look."""
     with ckptstore.open(path, read_only=True) as store:
         assert store.retain(POLICY, dry_run=True).changes
-        with pytest.raises(ReadOnlyError):
+        with pytest.raises(errors.ReadOnlyError):
             store.retain(POLICY)
 
 
@@ -171,14 +164,14 @@ def test_policies_are_stored_per_run_and_store(store: ckptstore.Store, path: Pat
         other.retain(run="gpt")
         assert list(_levels(other).values()).count("full") == 2
         other.set_policy(None)
-        with pytest.raises(InvalidInputError, match="run 'gpt' has no retention policy"):
+        with pytest.raises(errors.InvalidInputError, match="run 'gpt' has no retention policy"):
             other.retain(run="gpt")
 
 
 def test_a_save_can_be_followed_by_retention(store: ckptstore.Store) -> None:
     """A run that prunes itself keeps what its policy says after each save."""
     run = store.run("self", metrics={"loss": "min"})
-    with pytest.raises(InvalidInputError, match="no retention policy"):
+    with pytest.raises(errors.InvalidInputError, match="no retention policy"):
         run.save(_state(0), step=0, retain=True)
     assert run.versions() == []
     run.set_policy({"full": "last 2", "weights": "best 1 loss"})
@@ -197,7 +190,7 @@ def test_retention_that_fails_after_a_save_is_logged(
 
     def retain(*_: object, **__: object) -> RetainReport:
         msg = "not now"
-        raise PolicyError(msg)
+        raise errors.PolicyError(msg)
 
     monkeypatch.setattr("ckptstore.maintenance.retention.retain.retain", retain)
     with caplog.at_level(logging.WARNING, "ckptstore"):
@@ -210,9 +203,9 @@ def test_encodings_alone_leave_the_rules_to_the_store(store: ckptstore.Store) ->
     """A run may have encodings of its own and be kept by the store's rules; and the other way."""
     run = store.run("gpt")
     run.set_policy({"encodings": {"role:optimizer": "bf16"}})
-    with pytest.raises(InvalidInputError, match="no retention policy"):
+    with pytest.raises(errors.InvalidInputError, match="no retention policy"):
         run.retain()
-    with pytest.raises(PolicyError, match="delete everything"):
+    with pytest.raises(errors.PolicyError, match="delete everything"):
         run.retain({"encodings": {"role:optimizer": "bf16"}})
     store.set_policy({"full": "last 1", "weights": "all", "encodings": {"model.*": "int8"}})
     catalog = store.repo.refresh()
@@ -367,7 +360,7 @@ def test_no_answer_to_the_second_look(
 
     def deaf(self: SecondLook, gone: Any, **more: Any) -> Any:  # noqa: ANN401
         def refresh() -> None:
-            raise TransientStorageError("injected")
+            raise errors.TransientStorageError("injected")
 
         monkeypatch.setattr(self.there, "refresh", refresh)
         return look(self, gone, **more)
@@ -376,7 +369,7 @@ def test_no_answer_to_the_second_look(
     report = run_job(job)
     assert not _step(report).ok
     assert "injected" in _step(report).error
-    assert _step(report).exit_code == StorageError.exit_code
+    assert _step(report).exit_code == errors.StorageError.exit_code
     for step in STEPS:
         _assert_loads(tmp_path / "hot", step)
 

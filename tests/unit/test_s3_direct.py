@@ -18,6 +18,7 @@ import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
+from simulated_environment import SimulatedEnvironment
 from urllib3.exceptions import ProtocolError
 
 from ckptstore.backends import s3_thin
@@ -328,15 +329,15 @@ def test_an_answer_that_leads_elsewhere_is_left_to_the_client(status: int, body:
 
 def test_after_a_refusal_the_client_sends_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks before it sends one; reads, and bodies ten seconds later, take the short path."""
-    clock = SimpleNamespace(monotonic=lambda: now)
+    clock = SimulatedEnvironment()
     monkeypatch.setattr(s3_thin, "SYSTEM", clock)
-    wire, now, at = Wire(), 100.0, {"Bucket": "b", "Key": "k"}
+    wire, at = Wire(), {"Bucket": "b", "Key": "k"}
     wire.put(LARGE)
     wire.answers = [(503, {"content-length": "0"}, b"")]
     with pytest.raises(ClientError):
         wire.calls.send("put_object", at, memoryview(LARGE))
-    for later, by_client in ((109.0, 2), (111.0, 2)):
-        now = later
+    for later_s, by_client in ((9.0, 2), (2.0, 2)):
+        clock.sleep(later_s)
         wire.calls.read_into(at, [memoryview(bytearray(4))], lambda _: None)
         wire.calls.send("put_object", at, memoryview(LARGE))
         assert wire.by_client == by_client

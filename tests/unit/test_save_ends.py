@@ -18,16 +18,10 @@ from heldback import KilledBackend
 from programs import run_program
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
-from ckptstore.errors import (
-    CkptStoreError,
-    OperationCancelledError,
-    SaverDiedError,
-    StorageError,
-    StorageFullError,
-)
 from ckptstore.repo import create_on
 from ckptstore.saver import save_job
 from ckptstore.saver.arena import Arena
@@ -66,7 +60,7 @@ def test_a_save_whose_retention_fails_is_durable(
     """The failure is a warning: the version is there, and the next one too."""
 
     def failing(*_: object, **__: object) -> None:
-        raise StorageError("the disk is away")
+        raise errors.StorageError("the disk is away")
 
     monkeypatch.setattr("ckptstore.saver.save_job.retain", failing)
     monkeypatch.setattr(ckptstore.Run, "retain", failing)
@@ -85,9 +79,9 @@ def test_a_save_whose_retention_fails_is_durable(
 
 _ENDS: dict[str, type[BaseException] | None] = {
     "durable": None,
-    "full": StorageFullError,
+    "full": errors.StorageFullError,
     "broken": ZeroDivisionError,
-    "cancelled": OperationCancelledError,
+    "cancelled": errors.OperationCancelledError,
 }
 
 
@@ -151,7 +145,7 @@ def test_the_log_tells_what_became_of_a_killed_child(tmp_path: Path, when: str, 
     pending = store.run("r").save_async(_state(3), step=3)
     ask = pending.result if hears == "result" else store.close
     if when == "before":
-        with pytest.raises(SaverDiedError, match="SIGKILL"):
+        with pytest.raises(errors.SaverDiedError, match="SIGKILL"):
             ask()
     else:
         ask()
@@ -208,9 +202,9 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
     with store:
         pending = store.run("gpt").save_async(_forks_state(), step=1)
         pending.result(_PATIENCE_S)
-        store._saver._unheard.append((pending._save, CkptStoreError("of the parent")))
+        store._saver._unheard.append((pending._save, errors.CkptStoreError("of the parent")))
         assert in_a_fork(store.close) == 0
-        with pytest.raises(CkptStoreError, match="of the parent"):
+        with pytest.raises(errors.CkptStoreError, match="of the parent"):
             store.close()
 
 

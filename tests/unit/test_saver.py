@@ -18,17 +18,9 @@ import torch
 from heldback import HeldBackend, OnlyHereBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
-from ckptstore.errors import (
-    InvalidInputError,
-    LimitError,
-    OperationCancelledError,
-    SaveBusyError,
-    SaverDiedError,
-    StateError,
-    TornStateError,
-)
 from ckptstore.events import SaveEvent
 from ckptstore.repo import create_on
 from ckptstore.saver.pending import PendingSave
@@ -110,8 +102,6 @@ def _change(state: dict[str, Any]) -> None:
 
 
 # --- what is saved ------------------------------------------------------------------------------
-
-
 def test_each_version_is_the_state_at_its_call(store: Store) -> None:
     """What the training does after the call is in no version; the order is that of the calls."""
     run = store.run("gpt")
@@ -189,8 +179,6 @@ def test_tied_storages_are_staged_once(store: Store) -> None:
 
 
 # --- a state that is changed --------------------------------------------------------------------
-
-
 def _late(store: Store) -> threading.Event:
     """Hold the thread that stages back until the event is set."""
     release = threading.Event()
@@ -220,7 +208,7 @@ def test_a_change_before_it_is_staged_is_refused_by_name(
     change(state)
     release.set()
 
-    with pytest.raises(TornStateError, match=r"'model\.weight' was changed while"):
+    with pytest.raises(errors.TornStateError, match=r"'model\.weight' was changed while"):
         pending.wait_staged()
     assert pending.state == "failed"
     assert run.versions() == []
@@ -256,7 +244,7 @@ def test_a_change_between_staging_and_writing_is_refused_by_name(
         arena.view[state["a"].nbytes + 1_000_001] ^= 4
         backend.go()
 
-        with pytest.raises(TornStateError, match=r"'z\.last' was changed in memory"):
+        with pytest.raises(errors.TornStateError, match=r"'z\.last' was changed in memory"):
             pending.result()
         assert run.versions() == []
         run.save_async(state, step=2).result()
@@ -279,8 +267,6 @@ def test_inference_tensors_are_copied_in_the_call(store: Store) -> None:
 
 
 # --- when one is under way ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def busy(backend: HeldBackend, engine: str) -> Iterator[tuple[Store, PendingSave, HeldBackend]]:
     """Return a store whose storage holds a first save back."""
@@ -305,7 +291,7 @@ def test_skip(busy: Busy) -> None:
     assert second.skipped
     assert second.done
     assert second.wait_staged()
-    with pytest.raises(SaveBusyError, match="gpt@2 was skipped"):
+    with pytest.raises(errors.SaveBusyError, match="gpt@2 was skipped"):
         second.result()
     backend.go()
     first.result()
@@ -318,7 +304,7 @@ def test_fail(busy: Busy) -> None:
     store, first, backend = busy
     run = store.run("gpt")
 
-    with pytest.raises(SaveBusyError, match="gpt@1 is still under way"):
+    with pytest.raises(errors.SaveBusyError, match="gpt@1 is still under way"):
         run.save_async(_state(2), step=2, if_busy="fail")
 
     assert not first.done
@@ -386,22 +372,20 @@ def test_the_foreground_waits_for_the_background(busy: Busy) -> None:
 def test_result_with_a_limit(busy: Busy) -> None:
     """Who does not want to wait for ever is told that it is still under way."""
     _, first, backend = busy
-    with pytest.raises(SaveBusyError, match=r"still under way after 0\.01 s"):
+    with pytest.raises(errors.SaveBusyError, match=r"still under way after 0\.01 s"):
         first.result(timeout=0.01)
     backend.go()
     assert first.result(timeout=300).step == 1
 
 
 # --- memory -------------------------------------------------------------------------------------
-
-
 def test_a_state_beyond_the_budget_is_refused(tmp_path: Path, engine: str) -> None:
     """The budget is hard; nothing is taken and nothing saved."""
     with ckptstore.open(
         tmp_path / "s", create=True, engine=engine, staging_bytes=1_000_000
     ) as store:
         run = store.run("gpt")
-        with pytest.raises(LimitError, match="more than the budget of 1000000"):
+        with pytest.raises(errors.LimitError, match="more than the budget of 1000000"):
             run.save_async({"w": torch.zeros(300_000)}, step=1)
         assert store._saver.dispatcher.size_bytes == 0
         run.save_async({"w": torch.zeros(100_000)}, step=2).result()
@@ -460,13 +444,11 @@ def test_memory_can_be_taken_in_advance(store: Store) -> None:
     assert size >= 4_000_040
     store.run("gpt").save_async(state, step=1).result()
     assert store._saver.dispatcher.size_bytes == size
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         store.reserve(1 << 60)
 
 
 # --- ends ---------------------------------------------------------------------------------------
-
-
 def test_cancel(busy: Busy) -> None:
     """A save that is cancelled before its commit leaves no version, and is no error."""
     store, first, backend = busy
@@ -480,7 +462,7 @@ def test_cancel(busy: Busy) -> None:
     thread.join()
 
     assert cancelled == [True]
-    with pytest.raises(OperationCancelledError):
+    with pytest.raises(errors.OperationCancelledError):
         first.result()
     assert first.state == "cancelled"
     assert store.run("gpt").versions() == []
@@ -506,7 +488,7 @@ def test_cancel_before_it_is_staged(store: Store) -> None:
     assert pending.cancel()
     release.set()
 
-    with pytest.raises(OperationCancelledError):
+    with pytest.raises(errors.OperationCancelledError):
         pending.result()
     assert store.run("gpt").versions() == []
 
@@ -521,7 +503,7 @@ def test_close_waits(tmp_path: Path, engine: str) -> None:
     if pid:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    with pytest.raises(InvalidInputError, match="is closed"):
+    with pytest.raises(errors.InvalidInputError, match="is closed"):
         store.run("gpt").save_async(_state(), step=2)
 
 
@@ -565,7 +547,7 @@ def test_receipts_are_kept(store: Store) -> None:
 def test_retention_afterwards(store: Store) -> None:
     """With `retain` the policy of the run is carried out where the save is written."""
     run = store.run("gpt")
-    with pytest.raises(InvalidInputError, match="no retention policy"):
+    with pytest.raises(errors.InvalidInputError, match="no retention policy"):
         run.save_async(_state(), step=0, retain=True)
     run.set_policy({"full": "last 1"})
     for step in (1, 2, 3):
@@ -577,13 +559,13 @@ def test_retention_afterwards(store: Store) -> None:
 def test_wrong_calls_are_refused_at_once(store: Store) -> None:
     """What `save` would refuse is refused by the call, and nothing is left under way."""
     run = store.run("gpt")
-    with pytest.raises(StateError, match="'f'"):
+    with pytest.raises(errors.StateError, match="'f'"):
         run.save_async({"f": lambda: 0}, step=1)
-    with pytest.raises(InvalidInputError, match="a step is"):
+    with pytest.raises(errors.InvalidInputError, match="a step is"):
         run.save_async({}, step=-1)
-    with pytest.raises(InvalidInputError, match="metric 'loss'"):
+    with pytest.raises(errors.InvalidInputError, match="metric 'loss'"):
         run.save_async({}, step=1, metrics={"loss": "x"})  # type: ignore[dict-item]
-    with pytest.raises(InvalidInputError, match="if_busy='later'"):
+    with pytest.raises(errors.InvalidInputError, match="if_busy='later'"):
         run.save_async({}, step=1, if_busy="later")  # type: ignore[arg-type]
     assert run.versions() == []
     run.save_async({}, step=1).result()
@@ -654,8 +636,6 @@ def test_an_error_while_staging_in_the_background(
 
 
 # --- engines ------------------------------------------------------------------------------------
-
-
 def test_auto_is_a_process_where_one_can_reach_the_storage(tmp_path: Path) -> None:
     """Files can be reached by a child; this process's memory cannot, and says so."""
     with ckptstore.open(tmp_path / "s", create=True) as store:
@@ -665,7 +645,7 @@ def test_auto_is_a_process_where_one_can_reach_the_storage(tmp_path: Path) -> No
         assert store._saver.dispatcher.kind == "thread"
     with (
         ckptstore.open("memory://saver-auto", engine="process") as store,
-        pytest.raises(InvalidInputError, match="in the memory of this process"),
+        pytest.raises(errors.InvalidInputError, match="in the memory of this process"),
     ):
         store.run("gpt").save_async(_state(), step=2)
 
@@ -684,7 +664,7 @@ def test_a_child_that_cannot_begin_is_replaced_by_a_thread(
     backend = OnlyHereBackend(open_backend(tmp_path / "t"))
     with Store(create_on(backend, options=Options(engine="process"))) as store:
         pending = store.run("gpt").save_async(_state(), step=1)
-        with pytest.raises(SaverDiedError, match="could not begin: AttributeError"):
+        with pytest.raises(errors.SaverDiedError, match="could not begin: AttributeError"):
             pending.result()
 
 
@@ -698,7 +678,7 @@ def test_a_child_that_is_killed(backend: HeldBackend) -> None:
         killed = store._saver.dispatcher.pid
         os.kill(killed, signal.SIGKILL)
 
-        with pytest.raises(SaverDiedError, match="SIGKILL"):
+        with pytest.raises(errors.SaverDiedError, match="SIGKILL"):
             pending.result()
         assert not pending.cancel() or pending.state == "failed"
         backend.go()

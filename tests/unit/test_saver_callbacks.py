@@ -39,8 +39,6 @@ def _state(seed: int = 0, elements: int = 1_000_000) -> dict[str, torch.Tensor]:
 
 
 # --- callbacks ----------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_progress_callback_that_raises_is_logged(
@@ -115,8 +113,6 @@ def test_what_a_child_tells_cannot_be_followed(
 
 
 # --- messages that cannot be sent ---------------------------------------------------------------
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", [Lend, SaveJob, Compare])
 def test_a_message_that_cannot_be_sent_fails_its_save(
@@ -182,8 +178,6 @@ def test_a_child_that_cannot_be_told_where_to_save_is_none(
 
 
 # --- several that wait --------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(600)
 def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
     """Each of them is told, in whatever order they come and go, and each can read the receipt."""
@@ -211,8 +205,6 @@ def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
 
 
 # --- memory that is given up --------------------------------------------------------------------
-
-
 @pytest.mark.timeout(600)
 def test_the_handle_of_a_save_that_ended_keeps_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

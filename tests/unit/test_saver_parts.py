@@ -32,8 +32,6 @@ MIB = 1 << 20
 
 
 # --- memory -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_pool_never_holds_more_than_its_budget(shared: bool) -> None:
     """What is lent and what is idle count together; too large for ever is an error, else None."""
@@ -89,8 +87,6 @@ def test_the_memory_of_the_process_is_known() -> None:
 
 
 # --- messages -----------------------------------------------------------------------------------
-
-
 def test_messages_of_any_size_arrive_in_order_with_descriptors() -> None:
     """Small ones inline, large ones as memory, and a descriptor with the one it belongs to."""
     ours, theirs = socket.socketpair()
@@ -158,8 +154,6 @@ def test_of_cancel_and_commit_one_wins() -> None:
 
 
 # --- staging ------------------------------------------------------------------------------------
-
-
 def _staged(state: object) -> tuple[Arena, tuple[StagedTensor, ...], Digests, list[bytes]]:
     flat = flatten(state)
     layout = lay_out(flat.tensors, 1 << 16)
@@ -238,8 +232,6 @@ def test_copies_by_several_threads() -> None:
 
 
 # --- events and figures -------------------------------------------------------------------------
-
-
 def _event(kind: str) -> SaveEvent:
     return SaveEvent(kind=kind, store="s", run="r", step=1, version="v", at_ms=5)  # type: ignore[arg-type]
 
@@ -268,14 +260,9 @@ def test_an_observer_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture
 def test_documents_of_events_are_plain() -> None:
     """An event can be written as JSON; an error is in it only where there is one."""
     assert _event("durable").document() == {
-        "kind": "durable",
-        "store": "s",
-        "run": "r",
-        "step": 1,
-        "version": "v",
-        "at_ms": 5,
+        "kind": "durable", "store": "s", "run": "r", "step": 1, "version": "v", "at_ms": 5,
         "receipt": {},
-    }
+    }  # fmt: skip
 
 
 def test_receipts_of_old_versions_are_receipts() -> None:

@@ -36,12 +36,10 @@ class Counting(WrapperBackend):
         self.calls: Counter[str] = Counter()
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Count and read."""
         self.calls["get " + key.partition("/")[0]] += 1
         return self.inner.get(key, bytes_max=bytes_max)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Count and list."""
         self.calls["list " + prefix.rstrip("/")] += 1
         return self.inner.list(prefix, after=after)
 
@@ -236,14 +234,12 @@ def test_failing_to_write_or_drop_a_snapshot_is_only_logged(
         """Fails only for snapshots."""
 
         def put_if_absent(self, key: str, data: Buffer) -> None:
-            """Create, or fail."""
             if key.startswith(SNAPSHOTS_PREFIX):
                 super().put_if_absent(key, data)
             else:
                 self.inner.put_if_absent(key, data)
 
         def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-            """List, or fail."""
             if prefix == SNAPSHOTS_PREFIX:
                 return super().list(prefix, after=after)
             return self.inner.list(prefix, after=after)
@@ -298,8 +294,6 @@ def test_a_single_writer_writes_snapshots_without_the_condition(
 
 
 # --- the record ---------------------------------------------------------------------------------
-
-
 def test_a_snapshot_survives(memory: MemoryBackend, saving: Saving) -> None:
     """Encoded and decoded, a catalog answers the same."""
     catalog = fill(memory, saving, 7).catalog
@@ -390,8 +384,6 @@ def test_opaque_fields_are_checked_when_looked_at(memory: MemoryBackend, saving:
 
 
 # --- scale --------------------------------------------------------------------------------------
-
-
 def test_a_large_store_opens_with_few_reads(
     memory: MemoryBackend, saving: Saving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,15 +403,9 @@ def test_a_large_store_opens_with_few_reads(
             fresh = msgspec.structs.replace(save, version=f"{step + 1:032x}", step=step)
             ops = (fresh,) if step else (CreateRun(run="gpt"), fresh)
             body = CommitBody(
-                magic="ckptstore-commit",
-                format=1,
-                number=number + 1,
-                previous=digest,
-                write_id="c" * 32,
-                at_ms=step,
-                by="",
-                ops=ops,
-            )
+                magic="ckptstore-commit", format=1, number=number + 1, previous=digest,
+                write_id="c" * 32, at_ms=step, by="", ops=ops,
+            )  # fmt: skip
             data, commit = encode_commit(body)
             store.put(commit.key, data)
             commits.append(commit)
@@ -435,8 +421,5 @@ def test_a_large_store_opens_with_few_reads(
     opened_catalog = Log(backend).refresh()
     assert opened_catalog.versions_count == 3099
     assert backend.calls == {
-        "list snapshots": 1,
-        "get snapshots": 1,
-        "list commits": 1,
-        "get commits": 100,
-    }
+        "list snapshots": 1, "get snapshots": 1, "list commits": 1, "get commits": 100,
+    }  # fmt: skip

@@ -146,8 +146,6 @@ def test_archives_and_selections_go_by_the_storage(place: Place, ahead_s: float)
 
 
 # --- cost, and places that cannot be written ------------------------------------------------------
-
-
 def _calls(meter: MeteredBackend) -> dict[str, int]:
     return {name: one.calls for name, one in meter.snapshot().items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,7 @@ import torch
 from damaging import flip_pack
 
 import ckptstore
-from ckptstore.errors import (
-    CorruptObjectError,
-    CorruptTensorError,
-    InvalidInputError,
-    InvalidRefError,
-    InvalidUrlError,
-    ReadOnlyError,
-    RunNotFoundError,
-    StateError,
-    StoreNotFoundError,
-    TensorNotFoundError,
-    VersionNotFoundError,
-)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
-    """Return a new local store."""
-    with ckptstore.open(tmp_path / "store", create=True) as opened:
-        yield opened
+from ckptstore import errors
 
 
 def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -146,7 +127,7 @@ def test_options_are_checked_before_a_store_is_made(
     tmp_path: Path, option: dict[str, Any], said: str
 ) -> None:
     """What could only fail at the first save is refused by open, which then creates nothing."""
-    with pytest.raises(InvalidInputError) as caught:
+    with pytest.raises(errors.InvalidInputError) as caught:
         ckptstore.open(tmp_path / "new", create=True, **option)
     assert said in caught.value.message
     assert not (tmp_path / "new").exists()
@@ -164,16 +145,16 @@ def test_one_tag_or_ref_is_no_list_of_letters(store: ckptstore.Store) -> None:
     run.save({"x": 1}, step=1)
     one: Any = "release"
     for save in (run.save, run.save_async):
-        with pytest.raises(InvalidInputError, match="must be a list") as caught:
+        with pytest.raises(errors.InvalidInputError, match="must be a list") as caught:
             save({"x": 2}, step=2, tags=one)
         assert caught.value.hint == "write tags=['release']"
-    with pytest.raises(InvalidInputError, match="must be a list") as caught:
+    with pytest.raises(errors.InvalidInputError, match="must be a list") as caught:
         run.save({"x": 2}, step=2, tags=b"release")  # type: ignore[arg-type]  # that is the test
     assert caught.value.hint == "write tags=['release']"
     ref: Any = "r@1"
     for refused in (store.remove, store.undelete, lambda refs: store.age(refs, "record"),
                     store.verify):  # fmt: skip
-        with pytest.raises(InvalidInputError, match="must be a list") as caught:
+        with pytest.raises(errors.InvalidInputError, match="must be a list") as caught:
             refused(ref)
         assert caught.value.hint == "write refs=['r@1']"
     assert [(version.step, version.tags) for version in store.versions()] == [(1, ())]
@@ -189,7 +170,7 @@ def test_tags_move_and_go(store: ckptstore.Store) -> None:
     run.tag("latest", "release")
     assert (run.resolve(1).tags, run.resolve(2).tags) == ((), ("release",))
     run.untag("release")
-    with pytest.raises(VersionNotFoundError, match="release"):
+    with pytest.raises(errors.VersionNotFoundError, match="release"):
         run.resolve("release")
 
 
@@ -198,12 +179,12 @@ def test_the_store_takes_a_tag_from_the_version_that_has_it(store: ckptstore.Sto
     for step in (1, 2):
         store.run("r").save({"x": step}, step=step)
     store.tag("r@1", "release")
-    with pytest.raises(VersionNotFoundError, match="has no tag 'release'") as caught:
+    with pytest.raises(errors.VersionNotFoundError, match="has no tag 'release'") as caught:
         store.untag("r@2", "release")
     assert "r@1" in caught.value.hint
     assert store.resolve("r@release").step == 1
     assert store.untag("r@release", "release").tags == ()
-    with pytest.raises(VersionNotFoundError, match="has no tag"):
+    with pytest.raises(errors.VersionNotFoundError, match="has no tag"):
         store.untag("r@1", "release")
 
 
@@ -231,7 +212,7 @@ def test_numbers_of_numpy_and_torch_are_taken(store: ckptstore.Store) -> None:
     assert (type(first.step), first.step, type(second.step), second.step) == (int, 7, int, 8)
     assert (first.metrics["loss"], second.metrics["loss"]) == (1.5, 0.5)
     for wrong in (True, 1.0, "1", None, 2**63):
-        with pytest.raises(InvalidInputError, match="a step is an integer"):
+        with pytest.raises(errors.InvalidInputError, match="a step is an integer"):
             run.save({"x": 3}, step=wrong)  # type: ignore[arg-type]
 
 
@@ -264,7 +245,7 @@ def test_partial_loads(store: ckptstore.Store) -> None:
 
     assert list(store.load("r", include=["model.*"])) == ["model"]
     assert "optimizer" not in store.load("r", exclude=["optimizer"])
-    with pytest.raises(TensorNotFoundError, match="modle"):
+    with pytest.raises(errors.TensorNotFoundError, match="modle"):
         store.load("r", include=["modle.*"])
 
 
@@ -278,7 +259,7 @@ def test_loading_into_existing_tensors(store: ckptstore.Store) -> None:
     store.load("r", into={"model": target})
 
     _assert_same(model.state_dict(), other.state_dict())
-    with pytest.raises(InvalidInputError, match=r"0\.weight"):
+    with pytest.raises(errors.InvalidInputError, match=r"0\.weight"):
         store.load("r", into={"model": {"0.weight": torch.zeros(3, 3)}})
 
 
@@ -290,13 +271,8 @@ def test_lazy_slices_equal_real_ones(store: ckptstore.Store) -> None:
     lazy = store.version("r")
     rows = torch.tensor([1, 2999])
     indices: list[Any] = [
-        0,
-        -1,
-        slice(10, 20),
-        slice(None, None, 7),
-        (5, slice(3, 9)),
-        (slice(0, 5), 3),
-    ]
+        0, -1, slice(10, 20), slice(None, None, 7), (5, slice(3, 9)), (slice(0, 5), 3),
+    ]  # fmt: skip
     indices += [(2, 3), ..., (..., 4), slice(5, 5), slice(2990, 9999), (-3, -4), rows, None]
     for index in indices:
         assert torch.equal(big[index], lazy["big"][index]), index
@@ -323,7 +299,7 @@ def test_a_slice_of_a_hostile_record_is_refused(
     manifest = store.repo.manifests.load(version)
     lying = (replace(manifest.tensors[0], **change),)
     store.repo.manifests.keep(version.manifest_digest, replace(manifest, tensors=lying))
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         store.version("r")["t"][2:5]
 
 
@@ -338,10 +314,10 @@ def test_bad_states_and_names_write_nothing(store: ckptstore.Store) -> None:
     """What cannot be saved raises before a byte is written, and names what is wrong."""
     run = store.run("r")
     before = store.stats().objects
-    with pytest.raises(StateError, match=r"model\.hook"):
+    with pytest.raises(errors.StateError, match=r"model\.hook"):
         run.save({"model": {"hook": lambda: 1}}, step=1)
     for arguments in ({"step": -1}, {"step": 1, "tags": ["12"]}, {"step": 1, "codec": "lzma"}):
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             run.save({"x": torch.ones(9)}, **arguments)
 
     assert before == store.stats().objects
@@ -350,12 +326,12 @@ def test_bad_states_and_names_write_nothing(store: ckptstore.Store) -> None:
 
 def test_missing_things_have_their_own_errors(store: ckptstore.Store, tmp_path: Path) -> None:
     """No store, no run, no version: three errors, each with the next step."""
-    with pytest.raises(StoreNotFoundError, match="ckptstore init"):
+    with pytest.raises(errors.StoreNotFoundError, match="ckptstore init"):
         ckptstore.open(tmp_path / "nothing")
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         store.load("nobody")
     store.run("r").save({"x": 1}, step=1)
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(errors.VersionNotFoundError):
         store.load("r@7")
 
 
@@ -371,7 +347,7 @@ def test_a_read_only_store_refuses_writes(tmp_path: Path) -> None:
             lambda: reader.annotate("r", {"m": 1.0}),
         ]
         for write in writes:
-            with pytest.raises(ReadOnlyError):
+            with pytest.raises(errors.ReadOnlyError):
                 write()
 
 
@@ -403,10 +379,10 @@ def test_a_direction_that_the_run_contradicts_is_refused_at_once(tmp_path: Path)
     with ckptstore.open(tmp_path / "store", create=True) as store:
         run = store.run("r", metrics={"loss": "min"})
         run.save({"x": torch.ones(2)}, step=1, metrics={"loss": 1.0})
-        with pytest.raises(InvalidInputError, match="has the direction 'min'"):
+        with pytest.raises(errors.InvalidInputError, match="has the direction 'min'"):
             store.run("r", metrics={"loss": "max"})
     with ckptstore.open(tmp_path / "store") as store:
-        with pytest.raises(InvalidInputError, match="has the direction 'min'"):
+        with pytest.raises(errors.InvalidInputError, match="has the direction 'min'"):
             store.run("r", metrics={"loss": "max"})
         store.run("r", metrics={"loss": "min", "acc": "max"})
         store.run("other", metrics={"loss": "max"})
@@ -414,15 +390,15 @@ def test_a_direction_that_the_run_contradicts_is_refused_at_once(tmp_path: Path)
 
 def test_arguments_of_another_type_are_errors_of_the_tree(store: ckptstore.Store) -> None:
     """A step for a ref, a list for directions and None for a location say what to write."""
-    with pytest.raises(InvalidRefError, match="write run@4"):
+    with pytest.raises(errors.InvalidRefError, match="write run@4"):
         store.load(4)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRefError, match="not a ref"):
+    with pytest.raises(errors.InvalidRefError, match="not a ref"):
         store.resolve(None)  # type: ignore[arg-type]
     for wrong in (["loss"], "loss"):
-        with pytest.raises(InvalidInputError, match="must map names"):
+        with pytest.raises(errors.InvalidInputError, match="must map names"):
             store.run("q", metrics=wrong)  # type: ignore[arg-type]
     for nowhere in (None, b"/data", 3):
-        with pytest.raises(InvalidUrlError, match="must be a URL or a path"):
+        with pytest.raises(errors.InvalidUrlError, match="must be a URL or a path"):
             ckptstore.open(nowhere)  # type: ignore[arg-type]
 
 
@@ -448,7 +424,7 @@ def test_a_pattern_without_a_match_says_what_there_is(
 ) -> None:
     """Something of a similar name, or what the state has at the top."""
     store.run("r").save({"model": {"weight": torch.ones(2)}, "epoch": 1}, step=1)
-    with pytest.raises(TensorNotFoundError, match=said):
+    with pytest.raises(errors.TensorNotFoundError, match=said):
         store.load("r", include=[pattern])
 
 
@@ -462,7 +438,7 @@ def test_damage_is_told_once(tmp_path: Path, gone: bool) -> None:
             pack.unlink()
         else:
             flip_pack(pack)
-        with pytest.raises(CorruptTensorError) as caught:
+        with pytest.raises(errors.CorruptTensorError) as caught:
             store.load("r")
     what = "the pack is gone" if gone else "stored bytes do not match their checksum"
     assert caught.value.message == f"tensor w: {what} (pack {pack.stem}, byte 32)"
@@ -474,18 +450,12 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         run = store.run("r")
         run.save({"x": torch.ones(2)}, step=1)
     refused: list[Callable[[], object]] = [
-        store.runs,
-        store.log,
-        store.verify,
-        store.stats,
-        run.load,
-        run.versions,
-        lambda: store.load("r"),
-        lambda: run.save({"x": torch.ones(2)}, step=2),
+        store.runs, store.log, store.verify, store.stats, run.load, run.versions,
+        lambda: store.load("r"), lambda: run.save({"x": torch.ones(2)}, step=2),
         lambda: store.tag("r", "good"),
-    ]
+    ]  # fmt: skip
     for call in refused:
-        with pytest.raises(InvalidInputError, match="is closed"):
+        with pytest.raises(errors.InvalidInputError, match="is closed"):
             call()
     store.close()
 

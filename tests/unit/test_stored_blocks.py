@@ -78,11 +78,8 @@ def test_anything_else_is_refused(
     grown = tuple(n + by if d == dim else n for d, n in enumerate(sizes))
     others = boxes[:place] + boxes[place + 1 :]
     changed = [
-        [*others, (bent, sizes)],
-        [*others, (offsets, grown)],
-        [*boxes, (offsets, sizes)],
-        others,
-    ][data.draw(st.integers(0, 3))]
+        [*others, (bent, sizes)], [*others, (offsets, grown)], [*boxes, (offsets, sizes)], others,
+    ][data.draw(st.integers(0, 3))]  # fmt: skip
     inside = all(
         n > 0 and a >= 0 and a + n <= whole
         for box in changed
@@ -154,35 +151,22 @@ def made(record: TensorRecord, raw: Sequence[int]) -> Manifest:
     count = len(raw)
     column = np.array(raw, np.uint32)
     table = PieceTable(
-        ids=np.zeros((count, 32), np.uint8),
-        raw=column,
-        pack=np.zeros(count, np.uint32),
-        offset=np.zeros(count, np.uint64),
-        stored=column,
-        inner=np.zeros(count, np.uint32),
-        slab=column,
-        packs=["cd" * 16] if count else [],
-    )
+        ids=np.zeros((count, 32), np.uint8), raw=column, pack=np.zeros(count, np.uint32),
+        offset=np.zeros(count, np.uint64), stored=column, inner=np.zeros(count, np.uint32),
+        slab=column, packs=["cd" * 16] if count else [],
+    )  # fmt: skip
     return Manifest(
-        version=VERSION,
-        chunk_bytes=limits.CHUNK_BYTES_MIN,
-        skeleton=b"\x92\xa1T\x00",
-        tensors=(record,),
-        first=(0, count),
-        pieces=table,
-    )
+        version=VERSION, chunk_bytes=limits.CHUNK_BYTES_MIN, skeleton=b"\x92\xa1T\x00",
+        tensors=(record,), first=(0, count), pieces=table,
+    )  # fmt: skip
 
 
 def record_of(boxes: Sequence[Box], shape: tuple[int, ...] = (4, 6)) -> TensorRecord:
     """Return a tensor of bytes in boxes."""
     return TensorRecord(
-        dtype="uint8",
-        shape=shape,
-        order=None,
-        role="weights",
-        nbytes=math.prod(shape),
+        dtype="uint8", shape=shape, order=None, role="weights", nbytes=math.prod(shape),
         blocks=Blocks.of(boxes),
-    )
+    )  # fmt: skip
 
 
 COLUMNS: list[Box] = [((0, 0), (4, 2)), ((0, 2), (4, 4))]
@@ -253,12 +237,9 @@ def test_blocks_of_no_tensor_are_refused(place: int) -> None:
 
 THREE: list[Box] = [((0, 0), (2, 6)), ((2, 0), (2, 3)), ((2, 3), (2, 3))]
 RAW = framing.decode_frame(
-    manifest.MAGIC,
-    manifest.encode(made(record_of(THREE), [12, 6, 6])),
-    where="m",
-    raw_bytes_max=1 << 20,
-    flags_known=FLAG_BLOCKS,
-)
+    manifest.MAGIC, manifest.encode(made(record_of(THREE), [12, 6, 6])), where="m",
+    raw_bytes_max=1 << 20, flags_known=FLAG_BLOCKS,
+)  # fmt: skip
 
 
 @given(st.lists(st.tuples(st.integers(0, len(RAW) - 1), st.integers(0, 255)), max_size=6))

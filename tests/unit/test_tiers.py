@@ -19,26 +19,14 @@ from damaging import flip_pack
 from metered import MeteredBackend
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
-from ckptstore.errors import (
-    ColdObjectError,
-    ConflictError,
-    CorruptObjectError,
-    CorruptTensorError,
-    InvalidInputError,
-    NotFoundError,
-    ReplicaChangedError,
-    StorageError,
-    StoreNotFoundError,
-    TensorNotFoundError,
-    TransientStorageError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress
 from ckptstore.repo import create_on
+from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0, "repack_below": None}
@@ -67,7 +55,7 @@ def assert_same(found: Mapping[str, Any], step: int) -> None:
 
 
 @pytest.fixture
-def hot(tmp_path: Path) -> Iterator[ckptstore.Store]:
+def hot(tmp_path: Path) -> Iterator[Store]:
     """Return a store of four versions, all of which are in the replica ``cold``."""
     with ckptstore.open(tmp_path / "hot", create=True, chunk_bytes=1 << 16) as store:
         run = store.run("gpt", metrics={"loss": "min"})
@@ -87,8 +75,6 @@ def lose(folder: Path, pattern: str) -> int:
 
 
 # --- names --------------------------------------------------------------------------------------
-
-
 def test_names_are_kept_for_everyone_and_options_are_not(tmp_path: Path) -> None:
     """The log holds name, place and id; another process sees them in the order of their naming."""
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
@@ -99,7 +85,7 @@ def test_names_are_kept_for_everyone_and_options_are_not(tmp_path: Path) -> None
         found = again.replicas()
         again.remove_replica("z")
         left = again.replicas()
-        with pytest.raises(NotFoundError, match="no replica is called 'z'"):
+        with pytest.raises(errors.NotFoundError, match="no replica is called 'z'"):
             again.remove_replica("z")
 
     assert [(one.name, one.url, one.store) for one in found] == [
@@ -125,33 +111,33 @@ def test_a_snapshot_holds_the_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "a:b", "-a", "ä", "x" * 65, 3])
 @pytest.mark.short(sample=2)
-def test_a_name_that_could_be_a_place_is_refused(hot: ckptstore.Store, name: str) -> None:
+def test_a_name_that_could_be_a_place_is_refused(hot: Store, name: str) -> None:
     """So that ``replica:NAME`` and locations are never taken for each other."""
-    with pytest.raises(InvalidInputError, match="replica's name"):
+    with pytest.raises(errors.InvalidInputError, match="replica's name"):
         hot.add_replica(name, "anywhere")
 
 
-def test_what_cannot_be_a_replica(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_what_cannot_be_a_replica(hot: Store, tmp_path: Path) -> None:
     """The store itself, another store under a known name, one store under two names, no store."""
     ckptstore.open(tmp_path / "other", create=True).close()
-    with pytest.raises(ConflictError, match="this very store"):
+    with pytest.raises(errors.ConflictError, match="this very store"):
         hot.add_replica("self", tmp_path / "hot")
-    with pytest.raises(ConflictError, match="the replica 'cold' is the store"):
+    with pytest.raises(errors.ConflictError, match="the replica 'cold' is the store"):
         hot.add_replica("cold", tmp_path / "other")
-    with pytest.raises(ConflictError, match="is the replica 'cold' already"):
+    with pytest.raises(errors.ConflictError, match="is the replica 'cold' already"):
         hot.add_replica("two", tmp_path / "cold")
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(errors.StoreNotFoundError):
         hot.add_replica("none", tmp_path / "nowhere")
     assert [one.name for one in hot.replicas()] == ["cold"]
 
 
-def test_a_replica_that_moved_is_named_again(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_a_replica_that_moved_is_named_again(hot: Store, tmp_path: Path) -> None:
     """The same store at another place keeps its name, and is found there."""
     hot.age(["gpt@1"], "record")
     (tmp_path / "cold").rename(tmp_path / "moved")
-    with pytest.raises(VersionNotFoundError, match=r"no store .*is it mounted\?"):
+    with pytest.raises(errors.VersionNotFoundError, match=r"no store .*is it mounted\?"):
         hot.load("gpt@1")
-    with pytest.raises(StoreNotFoundError, match=r"no store .*is it mounted\?"):
+    with pytest.raises(errors.StoreNotFoundError, match=r"no store .*is it mounted\?"):
         hot.replicate("replica:cold")
     hot.add_replica("cold", tmp_path / "moved")
 
@@ -159,16 +145,14 @@ def test_a_replica_that_moved_is_named_again(hot: ckptstore.Store, tmp_path: Pat
 
 
 # --- loads --------------------------------------------------------------------------------------
-
-
 def test_an_evicted_version_loads_from_the_replica(
-    hot: ckptstore.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hot: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bit by bit, after the collector swept it here; said once; and not if it is not wanted."""
     with caplog.at_level(logging.INFO, "ckptstore"):
         hot.age(["gpt@1", "gpt@2"], "record")
         hot.gc(**ZERO)
-        with pytest.raises(VersionNotFoundError, match="only the record of gpt@1"):
+        with pytest.raises(errors.VersionNotFoundError, match="only the record of gpt@1"):
             hot.load("gpt@1", fall_through=False)
         assert "is read from" not in caplog.text
         for _ in range(3):
@@ -182,7 +166,7 @@ def test_an_evicted_version_loads_from_the_replica(
         assert cold.verify().ok
 
 
-def test_parts_slices_and_targets_fall_through_too(hot: ckptstore.Store) -> None:
+def test_parts_slices_and_targets_fall_through_too(hot: Store) -> None:
     """``include``, ``into``, lazy slices and ``load_into`` take what they need from the replica."""
     hot.age(["gpt@1"], "record")
     wanted = state_of(1)
@@ -201,7 +185,7 @@ def test_parts_slices_and_targets_fall_through_too(hot: ckptstore.Store) -> None
     assert torch.equal(linear.w, wanted["model"]["w"])
 
 
-def test_weights_here_and_the_optimizer_there(hot: ckptstore.Store) -> None:
+def test_weights_here_and_the_optimizer_there(hot: Store) -> None:
     """Of a version whose weights are kept, the rest comes from the replica when it is asked for."""
     hot.age(["gpt@1"], "weights")
     hot.gc(**ZERO)
@@ -214,14 +198,14 @@ def test_weights_here_and_the_optimizer_there(hot: ckptstore.Store) -> None:
     into = {"optimizer": {"m": torch.zeros(100, 300)}}
     hot.load("gpt@1", include=["optimizer"], into=into)
     assert torch.equal(into["optimizer"]["m"], wanted["optimizer"]["m"])
-    with pytest.raises(TensorNotFoundError):
+    with pytest.raises(errors.TensorNotFoundError):
         hot.load("gpt@1", include=["no.such.thing"])
-    with pytest.raises(TensorNotFoundError):
+    with pytest.raises(errors.TensorNotFoundError):
         hot.load("gpt@1", include=["optimizer"], fall_through=False)
 
 
 def test_pieces_that_are_lost_here_are_read_there(
-    hot: ckptstore.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hot: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Packs and manifests that are gone, a flipped bit: each load is whole, and warns."""
     packs = sorted((tmp_path / "hot" / "packs").rglob("*.pack"))
@@ -236,7 +220,7 @@ def test_pieces_that_are_lost_here_are_read_there(
     with ckptstore.open(tmp_path / "hot") as again:
         for step in STEPS:
             assert_same(again.load(f"gpt@{step}"), step)
-        with pytest.raises((CorruptObjectError, CorruptTensorError)):
+        with pytest.raises((errors.CorruptObjectError, errors.CorruptTensorError)):
             again.load("gpt@1", fall_through=False)
         assert_same(again.load("gpt@latest-valid"), STEPS[-1])
 
@@ -244,7 +228,7 @@ def test_pieces_that_are_lost_here_are_read_there(
 def test_chunks_that_are_still_here_are_read_here(tmp_path: Path) -> None:
     """Of an evicted version only what no other version here holds is asked of the replica."""
     cold_backend = MeteredBackend(MemoryBackend(f"tiers/{tmp_path}/cold"))
-    cold = ckptstore.Store(create_on(cold_backend, chunk_bytes=1 << 16))
+    cold = Store(create_on(cold_backend, chunk_bytes=1 << 16))
     with ckptstore.open(
         tmp_path / "hot", create=True, chunk_bytes=1 << 16, replicas={"cold": cold}
     ) as hot:
@@ -270,12 +254,15 @@ def test_chunks_that_are_cold_here_are_read_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That a chunk lies in an archive class here stops no load from there, and is no damage."""
-    cold = ckptstore.Store(create_on(MemoryBackend(f"tiers/{tmp_path}/there")))
+    cold = Store(create_on(MemoryBackend(f"tiers/{tmp_path}/there")))
     asleep = Fault(
-        calls=frozenset({"read_into"}), at=0, times=0, error=lambda: ColdObjectError("in GLACIER")
+        calls=frozenset({"read_into"}),
+        at=0,
+        times=0,
+        error=lambda: errors.ColdObjectError("in GLACIER"),
     )
     here = FaultyBackend(MemoryBackend(f"tiers/{tmp_path}/here"), asleep)
-    with ckptstore.Store(create_on(here), replicas={"cold": cold}) as hot:
+    with Store(create_on(here), replicas={"cold": cold}) as hot:
         for step in STEPS:
             hot.run("gpt").save(state_of(step), step=step)
         _name(hot, "cold", cold)
@@ -290,7 +277,7 @@ def test_chunks_that_are_cold_here_are_read_there(
         assert "is damaged" not in caplog.text
 
 
-def _name(hot: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
+def _name(hot: Store, name: str, other: Store) -> None:
     """Name a replica that is open already, where nothing can be opened by its location."""
     from ckptstore.catalog.replica_ops import name_replica
 
@@ -307,12 +294,12 @@ def test_where_nothing_is_missing_nothing_more_is_asked(tmp_path: Path) -> None:
     """A load of what is here makes the same requests with a replica as without, and none there."""
     numbers = itertools.count()
     cold_backend = MeteredBackend(MemoryBackend(f"tiers-cost/{tmp_path}/cold"))
-    cold = ckptstore.Store(create_on(cold_backend))
+    cold = Store(create_on(cold_backend))
 
     def requests(replicas: Any) -> dict[str, int]:  # noqa: ANN401
         inner = MemoryBackend(f"tiers-cost/{tmp_path}/{next(numbers)}")
         backend = MeteredBackend(inner)
-        store = ckptstore.Store(create_on(backend), replicas=replicas)
+        store = Store(create_on(backend), replicas=replicas)
         store.run("gpt").save(state_of(1), step=1)
         if replicas:
             _name(store, "cold", cold)
@@ -342,7 +329,7 @@ def test_local_replicas_come_before_remote_ones_then_the_order_of_naming(tmp_pat
             super().read_into(key, offset, buffers)
 
     stores = {
-        name: ckptstore.Store(create_on(Telling(MemoryBackend(f"{tmp_path}/{name}"), name)))
+        name: Store(create_on(Telling(MemoryBackend(f"{tmp_path}/{name}"), name)))
         for name in ("far", "empty", "near", "nearer")
     }
     from ckptstore.catalog.replica_ops import name_replica
@@ -366,7 +353,7 @@ def test_local_replicas_come_before_remote_ones_then_the_order_of_naming(tmp_pat
     assert set(asked) == {"near"}
 
 
-def test_a_second_replica_has_what_the_first_lost(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_a_second_replica_has_what_the_first_lost(hot: Store, tmp_path: Path) -> None:
     """Pieces that the nearest replica has lost too come from the next one."""
     hot.add_replica("second", tmp_path / "second", create=True)
     hot.replicate("replica:second")
@@ -378,13 +365,11 @@ def test_a_second_replica_has_what_the_first_lost(hot: ckptstore.Store, tmp_path
     lose(tmp_path / "cold" / "packs", "*.pack")
     assert_same(hot.load("gpt@1"), 1)
     lose(tmp_path / "second" / "packs", "*.pack")
-    with pytest.raises(VersionNotFoundError, match=r"only the record .*'cold'.*'second'"):
+    with pytest.raises(errors.VersionNotFoundError, match=r"only the record .*'cold'.*'second'"):
         hot.load("gpt@1")
 
 
-def test_a_replica_that_repacked_meanwhile_is_looked_at_again(
-    hot: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_a_replica_that_repacked_meanwhile_is_looked_at_again(hot: Store, tmp_path: Path) -> None:
     """What was opened lazily is found again after the replica moved it and swept the old packs."""
     hot.age(["gpt@1", "gpt@2"], "record")
     hot.gc(**ZERO)
@@ -396,52 +381,53 @@ def test_a_replica_that_repacked_meanwhile_is_looked_at_again(
 
 
 # --- refusals -----------------------------------------------------------------------------------
-
-
-def test_both_reasons_are_told_the_one_here_first(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_both_reasons_are_told_the_one_here_first(hot: Store, tmp_path: Path) -> None:
     """Of the kind of what is wrong here; then the replica's; then what to do."""
     hot.age(["gpt@1"], "record")
     shutil.rmtree(tmp_path / "cold")
-    with pytest.raises(VersionNotFoundError) as caught:
+    with pytest.raises(errors.VersionNotFoundError) as caught:
         hot.load("gpt@1")
     text = str(caught.value)
     assert text.index("only the record of gpt@1") < text.index("replica 'cold'")
     assert "replica add cold" in caught.value.hint
     lose(tmp_path / "hot" / "packs", "*.pack")
-    with pytest.raises(CorruptTensorError, match=r"pack is gone .*replica 'cold'"):
+    with pytest.raises(errors.CorruptTensorError, match=r"pack is gone .*replica 'cold'"):
         hot.load("gpt@2")
 
 
 def test_another_store_in_the_place_of_a_replica_is_refused(
-    hot: ckptstore.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hot: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is read from it, the log says so, and so does the error."""
     hot.age(["gpt@1"], "record")
     shutil.rmtree(tmp_path / "cold")
     ckptstore.open(tmp_path / "cold", create=True).close()
-    with pytest.raises(VersionNotFoundError, match="there is the store"):
+    with pytest.raises(errors.VersionNotFoundError, match="there is the store"):
         hot.load("gpt@1")
     assert "is left out: at" in caplog.text
-    with pytest.raises(ReplicaChangedError):
+    with pytest.raises(errors.ReplicaChangedError):
         hot.replica("cold")
-    with pytest.raises(ReplicaChangedError):
+    with pytest.raises(errors.ReplicaChangedError):
         hot.replicate("replica:cold")
 
 
-def test_another_state_under_the_same_id_is_refused(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_another_state_under_the_same_id_is_refused(hot: Store, tmp_path: Path) -> None:
     """A replica that keeps only the weights of a version does not pass for one that has it all."""
     with ckptstore.open(tmp_path / "cold") as cold:
         cold.age(["gpt@1"], "weights")
     hot.age(["gpt@1"], "record")
-    with pytest.raises(VersionNotFoundError, match="it has the version only as weights"):
+    with pytest.raises(errors.VersionNotFoundError, match="it has the version only as weights"):
         hot.load("gpt@1")
 
 
 @pytest.mark.parametrize(
     ("error", "hint"),
     [
-        (TransientStorageError("503"), "try again when"),
-        (ColdObjectError("in GLACIER", hint="ckptstore thaw gpt@1 --store x"), "ckptstore thaw"),
+        (errors.TransientStorageError("503"), "try again when"),
+        (
+            errors.ColdObjectError("in GLACIER", hint="ckptstore thaw gpt@1 --store x"),
+            "ckptstore thaw",
+        ),
     ],
 )
 def test_a_replica_that_is_down_or_cold_says_what_to_do(
@@ -450,7 +436,7 @@ def test_a_replica_that_is_down_or_cold_says_what_to_do(
     """Reads that fail there end in an error with both reasons and the next step."""
     inner = MemoryBackend(f"tiers-down/{tmp_path}/{hint}")
     fault = Fault(calls=frozenset({"read_into"}), at=0, times=0, error=lambda: error)
-    cold = ckptstore.Store(create_on(FaultyBackend(inner, fault)))
+    cold = Store(create_on(FaultyBackend(inner, fault)))
     with ckptstore.open(tmp_path / "hot", create=True, replicas={"cold": cold}) as hot:
         hot.run("gpt").save(state_of(1), step=1)
         hot.run("gpt").save(state_of(2), step=2)
@@ -458,13 +444,13 @@ def test_a_replica_that_is_down_or_cold_says_what_to_do(
         hot.replicate(cold)
         hot.age(["gpt@1"], "record")
         fault.at = 1
-        with pytest.raises(VersionNotFoundError, match="only the record") as caught:
+        with pytest.raises(errors.VersionNotFoundError, match="only the record") as caught:
             hot.load("gpt@1")
     assert hint in caught.value.hint
 
 
 def test_the_key_of_an_encrypted_replica_is_asked_for_where_it_is_given(
-    hot: ckptstore.Store, tmp_path: Path
+    hot: Store, tmp_path: Path
 ) -> None:
     """The key of a replica is no key of this store: the hint names the place for it."""
     key = tmp_path / "a.key"
@@ -476,7 +462,7 @@ def test_the_key_of_an_encrypted_replica_is_asked_for_where_it_is_given(
         hot.add_replica("secret", tmp_path / "secret", encryption_key=spec)
         hot.remove_replica("cold")
         hot.evict(["gpt@1"], replica="secret")
-    with ckptstore.open(hot.url) as store, pytest.raises(VersionNotFoundError) as caught:
+    with ckptstore.open(hot.url) as store, pytest.raises(errors.VersionNotFoundError) as caught:
         store.load("gpt@1")
     assert caught.value.hint is not None
     assert "replicas={'secret': {'encryption_key'" in caught.value.hint
@@ -492,16 +478,14 @@ def test_a_version_that_other_stores_have_is_told_of_where_none_has_a_name(tmp_p
         hot.run("gpt").save(state_of(2), step=2)
         hot.replicate(tmp_path / "cold")
         hot.age(["gpt@1"], "record")
-        with pytest.raises(VersionNotFoundError) as caught:
+        with pytest.raises(errors.VersionNotFoundError) as caught:
             hot.load("gpt@1")
         assert "replica add" in caught.value.hint
         assert hot.resolve("gpt@1").replicas[0][:8] in caught.value.hint
 
 
 # --- refill, eviction, threads --------------------------------------------------------------------
-
-
-def test_refill_brings_it_back_first(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_refill_brings_it_back_first(hot: Store, tmp_path: Path) -> None:
     """The version is here as it was, and loads without the replica from then on."""
     hot.age(["gpt@1", "gpt@2"], "record")
     hot.gc(**ZERO)
@@ -510,19 +494,19 @@ def test_refill_brings_it_back_first(hot: ckptstore.Store, tmp_path: Path) -> No
     assert hot.resolve("gpt@2").level == "record"
     shutil.rmtree(tmp_path / "cold")
     assert_same(hot.load("gpt@1", refill=True), 1)
-    with pytest.raises(VersionNotFoundError, match="'cold'"):
+    with pytest.raises(errors.VersionNotFoundError, match="'cold'"):
         hot.load("gpt@2", refill=True)
     with ckptstore.open(tmp_path / "hot") as again:
         assert again.verify().ok
 
 
-def test_eviction_takes_only_what_the_replica_has(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_eviction_takes_only_what_the_replica_has(hot: Store, tmp_path: Path) -> None:
     """Never heads, tags or pins, nor what is not there; loads fall through after the sweep."""
     run = hot.run("gpt")
     hot.tag("gpt@2", "keep")
     for step in (5, 6):
         run.save(state_of(step), step=step)
-    with pytest.raises(InvalidInputError, match="which versions"):
+    with pytest.raises(errors.InvalidInputError, match="which versions"):
         hot.evict(replica="cold")
     seen = hot.evict(replica="cold", runs=["gpt"], dry_run=True)
     assert [one.step for one in seen.evicted] == [1, 3, 4]
@@ -540,9 +524,7 @@ def test_eviction_takes_only_what_the_replica_has(hot: ckptstore.Store, tmp_path
     assert_same(hot.load("gpt@4"), 4)
 
 
-def test_eviction_looks_at_the_objects_and_not_at_its_memory(
-    hot: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_eviction_looks_at_the_objects_and_not_at_its_memory(hot: Store, tmp_path: Path) -> None:
     """A manifest that the replica has lost keeps its version here, though it was read before."""
     for step in STEPS:
         hot.replica("cold").load(f"gpt@{step}")
@@ -555,9 +537,7 @@ def test_eviction_looks_at_the_objects_and_not_at_its_memory(
         assert_same(hot.load(f"gpt@{step}"), step)
 
 
-def test_eviction_takes_no_other_state_for_the_one_that_is_here(
-    hot: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_eviction_takes_no_other_state_for_the_one_that_is_here(hot: Store, tmp_path: Path) -> None:
     """Rounded here and kept exactly there, but not whole: a load could not fall through to that."""
     hot.age(["gpt@1", "gpt@2"], "weights-bf16")
     with ckptstore.open(tmp_path / "cold") as cold:
@@ -571,7 +551,7 @@ def test_eviction_takes_no_other_state_for_the_one_that_is_here(
     assert_same(hot.load("gpt@2"), 2)
 
 
-def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_many_threads_load_at_once(hot: Store, tmp_path: Path) -> None:
     """The replica is opened once, and each thread gets its state."""
     hot.age(["gpt@1", "gpt@2", "gpt@3"], "record")
     hot.gc(**ZERO)
@@ -601,7 +581,7 @@ def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
             tries += 1
             waiting.wait(60)
             msg = "down"
-            raise TransientStorageError(msg)
+            raise errors.TransientStorageError(msg)
 
         opened._open = fail  # type: ignore[method-assign]
         info = ReplicaInfo(name="cold", url="/nowhere", store="0" * 32)
@@ -609,7 +589,7 @@ def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
         def get(_: int) -> str:
             try:
                 opened.get(info)
-            except TransientStorageError as error:
+            except errors.TransientStorageError as error:
                 return error.message
             return ""
 
@@ -623,17 +603,17 @@ def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
         assert before <= tries <= 6
 
 
-def test_closing_closes_what_was_opened(hot: ckptstore.Store) -> None:
+def test_closing_closes_what_was_opened(hot: Store) -> None:
     """A replica that this store opened is closed with it; one that was given stays open."""
     cold = hot.replica("cold")
     hot.close()
-    with pytest.raises(InvalidInputError, match="is closed"):
+    with pytest.raises(errors.InvalidInputError, match="is closed"):
         cold.versions()
-    with pytest.raises(InvalidInputError, match="is closed"):
+    with pytest.raises(errors.InvalidInputError, match="is closed"):
         hot.replica("cold")
 
 
-def test_a_save_to_a_replica_is_waited_for(hot: ckptstore.Store) -> None:
+def test_a_save_to_a_replica_is_waited_for(hot: Store) -> None:
     """Closing a store waits for what is saved in the background to the replicas that it opened."""
     cold = hot.replica("cold")
     assert hot.replica("cold")._session is cold._session
@@ -644,23 +624,21 @@ def test_a_save_to_a_replica_is_waited_for(hot: ckptstore.Store) -> None:
         assert [version.step for version in again.versions("new")] == [1]
 
 
-def test_a_replica_that_fails_at_close_keeps_nothing_open(
-    hot: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_a_replica_that_fails_at_close_keeps_nothing_open(hot: Store, tmp_path: Path) -> None:
     """A save to one replica failed, and nobody asked it: all is closed, and the failure told."""
     hot.add_replica("two", tmp_path / "two", create=True)
     cold, two = hot.replica("cold"), hot.replica("two")
     shutil.rmtree(tmp_path / "cold" / "packs")
     (tmp_path / "cold" / "packs").write_bytes(b"no folder")
     cold.run("mine").save_async(state_of(1), step=1)
-    with pytest.raises(StorageError, match="packs"):
+    with pytest.raises(errors.StorageError, match="packs"):
         hot.close()
     for store in (hot, cold, two):
-        with pytest.raises(InvalidInputError, match="closed"):
+        with pytest.raises(errors.InvalidInputError, match="closed"):
             store.versions()
 
 
-def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:
+def test_a_replica_that_a_store_opened_is_pickled(hot: Store) -> None:
     """Another process opens it by its own location, with the limits that it was opened with."""
     cold = hot.replica("cold")
     with pickle.loads(pickle.dumps(cold)) as again:  # noqa: S301 - our own
@@ -672,13 +650,13 @@ def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:
 
 def test_options_of_replicas_are_checked(tmp_path: Path) -> None:
     """A mapping of names to mappings, or to stores."""
-    with pytest.raises(InvalidInputError, match="mapping of names"):
+    with pytest.raises(errors.InvalidInputError, match="mapping of names"):
         ckptstore.open(tmp_path / "hot", create=True, replicas=["cold"])  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="are no mapping"):
+    with pytest.raises(errors.InvalidInputError, match="are no mapping"):
         ckptstore.open(tmp_path / "hot", create=True, replicas={"cold": "x"})  # type: ignore[dict-item]
 
 
-def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
+def test_a_forked_child_opens_its_own(hot: Store) -> None:
     """A child of a fork does not use the connections of its parent."""
     hot.age(["gpt@1"], "record")
     assert_same(hot.load("gpt@1"), 1)
@@ -689,7 +667,7 @@ def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
     assert opened._slots is not slots
 
 
-def test_an_evicted_version_is_exported(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_an_evicted_version_is_exported(hot: Store, tmp_path: Path) -> None:
     """A safetensors file of what only the replica has, as of any version."""
     from safetensors.torch import load_file
 

@@ -17,6 +17,7 @@ from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotFoundError
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import create_on
+from ckptstore.store import Store
 
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
@@ -35,7 +36,6 @@ class _Reads(MemoryBackend):
     refusal: Exception | None = None
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read, and count."""
         if key.startswith("packs/"):
             if self.refusal is not None:
                 raise self.refusal
@@ -44,17 +44,17 @@ class _Reads(MemoryBackend):
 
 
 @pytest.fixture
-def cold(tmp_path: Path) -> ckptstore.Store:
+def cold(tmp_path: Path) -> Store:
     """Return an empty replica."""
     backend = _Reads(f"lineage-cold/{tmp_path}")
-    return ckptstore.Store(create_on(backend, chunk_bytes=1 << 16))
+    return Store(create_on(backend, chunk_bytes=1 << 16))
 
 
 @pytest.fixture
-def hot(tmp_path: Path, cold: ckptstore.Store) -> ckptstore.Store:
+def hot(tmp_path: Path, cold: Store) -> Store:
     """Return a store of three versions, of which the first is in its replica alone."""
     repo = create_on(MemoryBackend(f"lineage-hot/{tmp_path}"), chunk_bytes=1 << 16)
-    store = ckptstore.Store(repo, replicas={"cold": cold})
+    store = Store(repo, replicas={"cold": cold})
     _name(store, "cold", cold)
     run = store.run("gpt", metrics={"loss": "min"})
     for step in (1, 2, 3):
@@ -65,24 +65,24 @@ def hot(tmp_path: Path, cold: ckptstore.Store) -> ckptstore.Store:
     return store
 
 
-def _name(store: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
+def _name(store: Store, name: str, other: Store) -> None:
     store_id = other.info.store_id
     url = f"memory://{name}"
     store.repo.log.append_any(lambda now: name_replica(now, name=name, url=url, store=store_id))
 
 
-def _reads(store: ckptstore.Store) -> _Reads:
+def _reads(store: Store) -> _Reads:
     backend: Backend = store.repo.backend
     while not isinstance(backend, _Reads):
         backend = backend.inner  # type: ignore[attr-defined]
     return backend
 
 
-def _down(cold: ckptstore.Store, error: Exception) -> None:
+def _down(cold: Store, error: Exception) -> None:
     _reads(cold).refusal = error
 
 
-def test_a_difference_to_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_a_difference_to_what_was_evicted(hot: Store, cold: Store) -> None:
     """By digest without any tensor, as if it were here; by value those that are asked for."""
     whole = cold.diff("gpt@1", "gpt@2")
     before = _reads(cold).pack_bytes
@@ -96,9 +96,7 @@ def test_a_difference_to_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.
     assert back["model.w"].max_abs == 1.0
 
 
-def test_a_difference_that_no_replica_helps_with(
-    hot: ckptstore.Store, cold: ckptstore.Store
-) -> None:
+def test_a_difference_that_no_replica_helps_with(hot: Store, cold: Store) -> None:
     """The error is of what is wrong here, and has the replica's reason."""
     cold.unpin("gpt@1")
     cold.remove(["gpt@1"])
@@ -106,7 +104,7 @@ def test_a_difference_that_no_replica_helps_with(
         hot.diff("gpt@1", "gpt@2")
 
 
-def test_a_fork_of_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_a_fork_of_what_was_evicted(hot: Store, cold: Store) -> None:
     """It begins here, with its source for a parent, and needs the replica no more."""
     source = hot.resolve("gpt@1")
     run = hot.fork("gpt@1", "ft")
@@ -123,7 +121,7 @@ def test_a_fork_of_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.Store)
     assert not cold_head.failures
 
 
-def test_a_fork_brings_only_what_it_takes_over(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_a_fork_brings_only_what_it_takes_over(hot: Store, cold: Store) -> None:
     """Tensors that are left out do not travel, nor what is here already."""
     before = _reads(cold).pack_bytes
     head = hot.fork("gpt@1", "ft", include=["model.**"]).head
@@ -134,7 +132,7 @@ def test_a_fork_brings_only_what_it_takes_over(hot: ckptstore.Store, cold: ckpts
     assert set(hot.load("ft")) == {"model"}
 
 
-def test_a_fork_into_another_store(hot: ckptstore.Store, tmp_path: Path) -> None:
+def test_a_fork_into_another_store(hot: Store, tmp_path: Path) -> None:
     """Of what is in the replica of the source alone; it says where it came from."""
     with ckptstore.open(tmp_path / "third", create=True) as third:
         head = hot.fork("gpt@1", "ft", store=third).head
@@ -144,11 +142,9 @@ def test_a_fork_into_another_store(hot: ckptstore.Store, tmp_path: Path) -> None
         assert torch.equal(third.load("ft")["model"]["w"], _state(1)["model"]["w"])
 
 
-def test_a_fork_from_the_next_replica(
-    hot: ckptstore.Store, cold: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_a_fork_from_the_next_replica(hot: Store, cold: Store, tmp_path: Path) -> None:
     """What one replica cannot give, the next may."""
-    second = ckptstore.Store(create_on(MemoryBackend(f"lineage-second/{tmp_path}")))
+    second = Store(create_on(MemoryBackend(f"lineage-second/{tmp_path}")))
     cold.replicate(second, ["gpt@1"])
     _down(cold, TransientStorageError("503"))
     with pytest.raises(VersionNotFoundError, match="503") as caught:
@@ -160,7 +156,7 @@ def test_a_fork_from_the_next_replica(
     assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
 
 
-def test_a_fork_of_what_is_cold_there(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+def test_a_fork_of_what_is_cold_there(hot: Store, cold: Store) -> None:
     """The error has the command that thaws it, and no run is begun."""
     _down(cold, ColdObjectError("in GLACIER"))
     with pytest.raises(VersionNotFoundError, match="archive class") as caught:
@@ -170,14 +166,12 @@ def test_a_fork_of_what_is_cold_there(hot: ckptstore.Store, cold: ckptstore.Stor
     assert [info.name for info in hot.runs()] == ["gpt"]
 
 
-def test_a_fork_whose_chunks_are_condemned_meanwhile(
-    hot: ckptstore.Store, cold: ckptstore.Store
-) -> None:
+def test_a_fork_whose_chunks_are_condemned_meanwhile(hot: Store, cold: Store) -> None:
     """A collection without patience between the copy and the commit makes it copy again."""
     inner = hot.repo.backend
     while not isinstance(inner, MemoryBackend):
         inner = inner.inner  # type: ignore[attr-defined]
-    other = ckptstore.Store(create_on(inner, exist_ok=True))
+    other = Store(create_on(inner, exist_ok=True))
     append = hot.repo.log.append
     calls: list[object] = []
 
@@ -215,7 +209,7 @@ KEY = bytes(range(32))
 STEPS = range(5)
 
 
-def _saved(hot: ckptstore.Store) -> dict[int, Any]:
+def _saved(hot: Store) -> dict[int, Any]:
     """Save versions of deltas, derived and rounded tensors; return what each loads as."""
     run = hot.run("gpt")
     chance = torch.Generator().manual_seed(0)

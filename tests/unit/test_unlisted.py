@@ -43,11 +43,9 @@ class Blind(WrapperBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return those of a web server."""
         return replace(self.inner.capabilities, lists=False, read_only=True, lookup_lag_s=10.0)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Refuse."""
         msg = f"list {prefix}: not here"
         raise StorageError(msg)
 
@@ -59,7 +57,6 @@ class Blind(WrapperBackend):
         return super().stat(key)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Return an object."""
         self._ask(f"get {key}", key)
         return super().get(key, bytes_max=bytes_max)
 

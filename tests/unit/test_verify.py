@@ -10,20 +10,14 @@ import torch
 from damaging import flip_pack
 
 import ckptstore
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog import content_ops, lifecycle_ops
 from ckptstore.catalog.refs import parse_ref, resolve
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    InvalidRefError,
-    RunNotFoundError,
-    VersionNotFoundError,
-)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.maintenance.check.verify import VerifyReport, sample_of
 from ckptstore.model import Version
+from ckptstore.store import Store
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -35,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(root: Path) -> Iterator[ckptstore.Store]:
+def store(root: Path) -> Iterator[Store]:
     """Return a store of small chunks with a run of two versions that share a tensor."""
     torch.manual_seed(5)
     with ckptstore.open(root, create=True, chunk_bytes=1 << 16) as opened:
@@ -52,7 +46,7 @@ def flip_chunk(root: Path, place: int = -1) -> None:
     flip_pack(packs[place], only=1)
 
 
-def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) -> None:
+def test_parts_of_a_sample_are_every_chunk_exactly_once(store: Store) -> None:
     """The parts together read what a full check reads, no chunk twice, whatever their order."""
     whole = store.verify()
     parts = [store.verify(sample=0.25, part=part) for part in (3, 0, 2, 1)]
@@ -64,7 +58,7 @@ def test_parts_of_a_sample_are_every_chunk_exactly_once(store: ckptstore.Store) 
     assert whole.sample is None
 
 
-def test_a_check_a_day_finds_damage_within_its_days(root: Path, store: ckptstore.Store) -> None:
+def test_a_check_a_day_finds_damage_within_its_days(root: Path, store: Store) -> None:
     """Exactly those parts complain that hold the damaged chunks."""
     flip_chunk(root)
     complaining = [part for part in range(8) if not store.verify(sample=1 / 8, part=part).ok]
@@ -80,13 +74,13 @@ def test_the_part_of_the_day_moves_on_and_comes_round() -> None:
     assert sample_of(1.0, part=3, now_ms=0) is None
     assert sample_of(0.5, part=7, now_ms=0) == Sample(parts=2, part=1)
     for wrong in (0.0, -1.0, 1.01, float("nan")):
-        with pytest.raises(InvalidInputError, match="fraction"):
+        with pytest.raises(errors.InvalidInputError, match="fraction"):
             sample_of(wrong, part=None, now_ms=0)
 
 
 @pytest.mark.parametrize("engine", [None, "threads"])
 def test_the_progress_of_a_sample_is_that_of_the_sample(
-    root: Path, store: ckptstore.Store, engine: str | None
+    root: Path, store: Store, engine: str | None
 ) -> None:
     """The bar of a tenth counts about a tenth of the bytes, and ends at its end."""
     torch.manual_seed(6)
@@ -118,7 +112,7 @@ def stop_after(count: int) -> ProgressCallback:
 
 
 def test_an_interrupted_check_goes_on_where_it_stopped(
-    root: Path, store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run reads only what the first did not, and reports what both found."""
     monkeypatch.setattr(limits, "VERIFY_BATCH_BYTES", 200_000)
@@ -141,9 +135,7 @@ def test_an_interrupted_check_goes_on_where_it_stopped(
     assert not state.exists()
 
 
-def test_the_state_of_another_check_is_refused_and_kept(
-    store: ckptstore.Store, tmp_path: Path
-) -> None:
+def test_the_state_of_another_check_is_refused_and_kept(store: Store, tmp_path: Path) -> None:
     """A file of something else, another store or another sample is not touched."""
     state = tmp_path / "state"
     with pytest.raises(Interrupt):
@@ -153,30 +145,28 @@ def test_the_state_of_another_check_is_refused_and_kept(
         file = tmp_path / "other"
         file.write_bytes(content)
         if content:
-            with pytest.raises(InvalidInputError, match="not the state"):
+            with pytest.raises(errors.InvalidInputError, match="not the state"):
                 store.verify(resume=file)
             assert file.read_bytes() == content
         else:
             assert store.verify(resume=file).ok
     before = state.read_bytes()
-    with pytest.raises(InvalidInputError, match="another store, another sample"):
+    with pytest.raises(errors.InvalidInputError, match="another store, another sample"):
         store.verify(resume=state, sample=0.5)
     assert state.read_bytes() == before
     with (
         ckptstore.open(tmp_path / "second", create=True) as second,
-        pytest.raises(InvalidInputError, match="another store"),
+        pytest.raises(errors.InvalidInputError, match="another store"),
     ):
         second.verify(resume=state)
 
 
-def recorded(store: ckptstore.Store) -> list[bool]:
+def recorded(store: Store) -> list[bool]:
     """Return which versions are recorded as sound, oldest first."""
     return [version.verified for version in store.versions()]
 
 
-def test_sound_versions_are_recorded_and_damaged_ones_are_not(
-    root: Path, store: ckptstore.Store
-) -> None:
+def test_sound_versions_are_recorded_and_damaged_ones_are_not(root: Path, store: Store) -> None:
     """One commit says which; a second check has nothing to add; new damage is not recorded."""
     assert recorded(store) == [False, False]
     first = store.verify(record=True)
@@ -199,9 +189,7 @@ def test_sound_versions_are_recorded_and_damaged_ones_are_not(
     assert recorded(store) == [True, True, True, False]
 
 
-def test_a_long_check_records_as_it_goes(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_check_records_as_it_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found sound before an interruption is in the log already."""
     monkeypatch.setattr(limits, "VERIFY_RECORD_S", 0.0)
     with pytest.raises(Interrupt):
@@ -210,7 +198,7 @@ def test_a_long_check_records_as_it_goes(
 
 
 def test_versions_that_are_deleted_or_only_a_record_have_nothing_to_check(
-    root: Path, store: ckptstore.Store
+    root: Path, store: Store
 ) -> None:
     """Their objects may be gone, and that is no damage."""
     first, second = store.versions()
@@ -218,12 +206,9 @@ def test_versions_that_are_deleted_or_only_a_record_have_nothing_to_check(
     log = store.repo.log
     log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
     move = content_ops.Move(
-        version=first.id,
-        based_on=first.manifest_digest,
-        level="record",
-        manifest=None,
+        version=first.id, based_on=first.manifest_digest, level="record", manifest=None,
         content=first.content,
-    )
+    )  # fmt: skip
     log.append(lambda now: content_ops.relocate(now, [move]))
     for version in (first, gone):
         (root / version.manifest_key).unlink()
@@ -243,9 +228,7 @@ def kinds(report: VerifyReport) -> dict[str, set[str]]:
     return found
 
 
-def test_what_no_version_needs_is_a_notice_and_no_damage(
-    root: Path, store: ckptstore.Store
-) -> None:
+def test_what_no_version_needs_is_a_notice_and_no_damage(root: Path, store: Store) -> None:
     """Orphans, condemned objects and foreign files are told apart; deleted versions keep theirs."""
     gone = store.run("other").save({"x": torch.randn(100, 100)}, step=1)
     store.repo.log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
@@ -283,13 +266,13 @@ def test_a_snapshot_of_another_log_is_found_and_written_anew(
     snapshot.write_bytes(foreign.read_bytes())
 
     with ckptstore.open(tmp_path / "one") as store:
-        assert [p.kind for p in store.verify().problems] == [CorruptObjectError.kind]
+        assert [p.kind for p in store.verify().problems] == [errors.CorruptObjectError.kind]
         assert store.repair(dry_run=True).snapshots == (f"snapshots/{snapshot.name}",)
         assert store.repair().ok
         assert store.verify().ok
 
 
-def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: ckptstore.Store) -> None:
+def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: Store) -> None:
     """A manifest that was lost or damaged is found by the very process that still remembers it."""
     lost, damaged = (root / store.resolve(f"gpt@{step}").manifest_key for step in (1, 2))
     for step in (1, 2):
@@ -306,7 +289,7 @@ def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: ckptstore.S
 
 
 @pytest.fixture
-def latest_store(root: Path) -> Iterator[ckptstore.Store]:
+def latest_store(root: Path) -> Iterator[Store]:
     """Return a store with a run of four versions."""
     torch.manual_seed(2)
     with ckptstore.open(root, create=True) as opened:
@@ -328,7 +311,7 @@ def cut_manifest(root: Path, version: Version) -> None:
 
 
 def test_without_damage_it_is_the_latest(
-    latest_store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+    latest_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The head, and not a word, by every way to ask."""
     run = latest_store.run("gpt")
@@ -340,7 +323,7 @@ def test_without_damage_it_is_the_latest(
 
 
 def test_what_is_damaged_is_skipped_loudly(
-    root: Path, latest_store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+    root: Path, latest_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged data and a damaged manifest are skipped, each with a warning that names it."""
     run = latest_store.run("gpt")
@@ -364,7 +347,7 @@ def test_what_is_damaged_is_skipped_loudly(
         assert torch.equal(target["model"]["w"], run.load(2)["model"]["w"])  # type: ignore[index]
 
 
-def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: ckptstore.Store) -> None:
+def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: Store) -> None:
     """No version is better than a wrong one; every reason is told."""
     for version in latest_store.versions():
         cut_manifest(root, version)
@@ -373,27 +356,27 @@ def test_if_none_is_sound_the_error_lists_all(root: Path, latest_store: ckptstor
             lambda: fresh.run("gpt").load("latest-valid"),
             lambda: fresh.resolve("gpt@latest-valid"),
         ):
-            with pytest.raises(CorruptObjectError, match=r"@4 .*@3 .*@2 .*@1 ") as caught:
+            with pytest.raises(errors.CorruptObjectError, match=r"@4 .*@3 .*@2 .*@1 ") as caught:
                 ask()
             assert "repair" in caught.value.hint
 
 
-def test_only_the_line_of_the_run_counts(latest_store: ckptstore.Store) -> None:
+def test_only_the_line_of_the_run_counts(latest_store: Store) -> None:
     """After a rollback it is the target, not what was abandoned; no run is an error of its own."""
     latest_store.run("gpt").rollback(2)
     assert latest_store.resolve("gpt@latest-valid").step == 2
-    with pytest.raises(RunNotFoundError):
+    with pytest.raises(errors.RunNotFoundError):
         latest_store.resolve("nobody@latest-valid")
     latest_store.remove(["gpt@1", "gpt@2", "gpt@3", "gpt@4"], force=True)
-    with pytest.raises(VersionNotFoundError, match="could be loaded"):
+    with pytest.raises(errors.VersionNotFoundError, match="could be loaded"):
         latest_store.resolve("gpt@latest-valid")
 
 
-def test_the_catalog_alone_does_not_know(latest_store: ckptstore.Store) -> None:
+def test_the_catalog_alone_does_not_know(latest_store: Store) -> None:
     """The grammar takes it, the pure resolver says who can tell, and no tag can have the name."""
     ref = parse_ref("gpt@latest-valid")
     assert (ref.kind, ref.run) == ("valid", "gpt")
-    with pytest.raises(InvalidRefError, match="catalog alone"):
+    with pytest.raises(errors.InvalidRefError, match="catalog alone"):
         resolve(latest_store.repo.catalog, ref)
     with pytest.raises(ckptstore.CkptStoreError, match="meaning of its own"):
         latest_store.tag("gpt", "latest-valid")

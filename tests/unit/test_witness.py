@@ -166,31 +166,18 @@ class Training:
 
 
 OMISSIONS = {
-    "model": "model.0.weight",
-    "model/3.bias": "model.3.bias",
+    "model": "model.0.weight", "model/3.bias": "model.3.bias",
     "model/1.running_var": "model.1.running_var",
-    "model/1.num_batches_tracked": "model.1.num_batches_tracked",
-    "adapter": "adapter.weight",
-    "ema": "ema.weight",
-    "optimizer": "optimizer.state.0.step (missing)",
-    "optimizer/3": "optimizer.state.3.step (missing)",
-    "scheduler": "scheduler.last_epoch",
-    "scaler": "scaler.growth",
-    "position": "position",
-    "micro": "micro",
-    "best": "best",
-    "clip": "clip",
-    "temperature": "temperature",
-    "shuffling": "shuffling",
-    "augmenting": "augmenting",
-    "masking": "masking",
-    "python": "the generator of Python",
-    "numpy": "the generator of NumPy",
-    "torch": "the generator of torch",
-    "frozen": "model (frozen)",
-    "train mode": "model (train and eval)",
+    "model/1.num_batches_tracked": "model.1.num_batches_tracked", "adapter": "adapter.weight",
+    "ema": "ema.weight", "optimizer": "optimizer.state.0.step (missing)",
+    "optimizer/3": "optimizer.state.3.step (missing)", "scheduler": "scheduler.last_epoch",
+    "scaler": "scaler.growth", "position": "position", "micro": "micro", "best": "best",
+    "clip": "clip", "temperature": "temperature", "shuffling": "shuffling",
+    "augmenting": "augmenting", "masking": "masking", "python": "the generator of Python",
+    "numpy": "the generator of NumPy", "torch": "the generator of torch",
+    "frozen": "model (frozen)", "train mode": "model (train and eval)",
     "grads": "the gradients accumulated at the save of model",
-}
+}  # fmt: skip
 """What a person forgets to restore, and the name that the report gives it."""
 
 
@@ -376,16 +363,12 @@ def test_a_witness_of_a_save_in_the_background_finds_its_version(run: ckptstore.
 @pytest.mark.parametrize(
     "text",
     [
-        7,
-        "",
-        "no base64!",
-        "é",
-        b64encode(b"no zlib").decode(),
+        7, "", "no base64!", "é", b64encode(b"no zlib").decode(),
         b64encode(zlib.compress(b"\xc1")).decode(),
         b64encode(zlib.compress(bytes(100 << 20))).decode(),
         b64encode(zlib.compress(b"\x93\xa1t\x01\x91\x90")).decode(),
     ],
-)
+)  # fmt: skip
 def test_a_hostile_witness_is_not_compared(run: ckptstore.Run, text: object) -> None:
     """Metadata that is no witness: the report says so, and the training goes on."""
     run.save({"x": 1}, step=1, metadata={"witness": text})

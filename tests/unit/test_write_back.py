@@ -66,7 +66,6 @@ class Tiers:
         self.hot.repo.log.append_any(named)  # type: ignore[arg-type]
 
     def open_cold(self) -> ckptstore.Store:
-        """Return the cold store, through the faults."""
         backend = FaultyBackend(self.inner, self.fail, self.hold)
         return ckptstore.Store(create_on(backend, exist_ok=True))
 
@@ -115,12 +114,8 @@ def test_saves_of_every_kind_come_to_the_replica(tmp_path: Path, engine: str) ->
     with ckptstore.open(tmp_path / "hot") as again, ckptstore.open(tmp_path / "cold") as cold:
         states = {version.step: version.state for version in again.versions()}
         assert states == {
-            1: "replicated",
-            2: "replicated",
-            3: "replicated",
-            4: "replicated",
-            5: "durable",
-        }
+            1: "replicated", 2: "replicated", 3: "replicated", 4: "replicated", 5: "durable",
+        }  # fmt: skip
         assert not cold.repo.catalog.has_version(other.id)
         for step in (1, 2, 3, 4):
             found_state = cold.load(f"gpt@{step}")

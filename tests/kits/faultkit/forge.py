@@ -109,13 +109,9 @@ class Forge:
         """Place the first piece in a pack of its own, in a chunk with these bytes."""
         piece = self.manifest["ids"][:32]
         header = ChunkHeader(
-            codec=codec,
-            layout=layout,
-            raw_bytes=raw_bytes,
-            stored_bytes=len(stored),
-            checksum=xxh3_64(stored),
-            chunk_id=piece if chunk_id is None else chunk_id,
-        ).to_bytes()
+            codec=codec, layout=layout, raw_bytes=raw_bytes, stored_bytes=len(stored),
+            checksum=xxh3_64(stored), chunk_id=piece if chunk_id is None else chunk_id,
+        ).to_bytes()  # fmt: skip
         pack = "f0" * 16
         data = b"CKPTPACK\x01\0\0\0\0\0\0\0" + bytes.fromhex(pack) + header + stored
         self.objects[f"packs/{pack[:2]}/{pack}.pack"] = data

@@ -32,11 +32,7 @@ def state_of(seed: int, *, elements: int = 20_000) -> dict[str, Any]:
     embed = changing[:600].clone().reshape(20, 30)
     return {
         "model": OrderedDict(
-            weight=changing,
-            frozen=frozen,
-            embed=embed,
-            head=embed,
-            part=embed[3:5],
+            weight=changing, frozen=frozen, embed=embed, head=embed, part=embed[3:5],
             half=changing[:256].to(torch.bfloat16),
             scale=torch.tensor(float(seed), dtype=torch.float64),
             mask=torch.from_numpy(random.integers(0, 2, 77).astype(np.bool_)),
@@ -48,7 +44,7 @@ def state_of(seed: int, *, elements: int = 20_000) -> dict[str, Any]:
             "seen": (seed, None, True, 1.5, "text", b"\0\xff"),
             "blob": random.bytes(9000),
         },
-    }
+    }  # fmt: skip
 
 
 def differences(found: Any, meant: Any, path: str = "state") -> list[str]:  # noqa: ANN401

@@ -43,13 +43,10 @@ def contents(backend: MemoryBackend) -> dict[str, bytes]:
 def create(backend: Backend, **options: Any) -> Store:  # noqa: ANN401 - as Options takes them
     """Create a store with small chunks, or open it."""
     repo = create_on(
-        backend,
-        prober=trusting,
-        chunk_bytes=CHUNK_BYTES,
-        exist_ok=True,
+        backend, prober=trusting, chunk_bytes=CHUNK_BYTES, exist_ok=True,
         environment=SimulatedEnvironment(next(_names)),
         options=Options(**{"workers": 2, **options}),
-    )
+    )  # fmt: skip
     return Store(repo)
 
 

@@ -33,16 +33,8 @@ from ckptstore.store import Store
 from faultkit.stores import CHUNK_BYTES, contents, create, memory_with
 
 __all__ = [
-    "ELEMENTS",
-    "KINDS",
-    "RUN",
-    "Kind",
-    "Scene",
-    "differing",
-    "exchange",
-    "place_of",
-    "scene",
-]
+    "ELEMENTS", "KINDS", "RUN", "Kind", "Scene", "differing", "exchange", "place_of", "scene",
+]  # fmt: skip
 
 Objects = dict[str, bytes]
 State = dict[str, dict[str, torch.Tensor]]
@@ -153,8 +145,6 @@ def _chunk(pack: bytes, row: IndexRow) -> bytes:
 
 
 # --- states ---------------------------------------------------------------------------------------
-
-
 @cache
 def scene(name: str) -> Scene:
     """Return the store of one of the kinds; not to be changed."""

@@ -47,14 +47,10 @@ _FUSE: Final = "CKPTSTORE_TESTS_FUSE"
 _CALLS_LOG2 = 8.0
 """Binary logarithm of the most calls of a worker before it dies."""
 _SMALL: Final = {
-    "GC_LIST_TOGETHER": 5,
-    "GC_TASK_MANIFESTS": 3,
-    "GC_TASK_DELETES": 4,
-    "GC_TASK_COPY_BYTES_MIN": 1,
-    "GC_TASK_COPY_BYTES_MAX": 200_000,
-    "VERIFY_TASK_BYTES": 200_000,
+    "GC_LIST_TOGETHER": 5, "GC_TASK_MANIFESTS": 3, "GC_TASK_DELETES": 4,
+    "GC_TASK_COPY_BYTES_MIN": 1, "GC_TASK_COPY_BYTES_MAX": 200_000, "VERIFY_TASK_BYTES": 200_000,
     "VERIFY_TASK_PACKS": 3,
-}
+}  # fmt: skip
 """Limits under which a small store is work for many tasks."""
 
 
@@ -81,11 +77,8 @@ def _replicate(store: Store, executor: EngineSpec) -> bool:
 
 
 OPERATIONS: Final[dict[str, Callable[[Store, EngineSpec], bool]]] = {
-    "gc": _gc,
-    "repack": _repack,
-    "verify": _verify,
-    "replicate": _replicate,
-}
+    "gc": _gc, "repack": _repack, "verify": _verify, "replicate": _replicate,
+}  # fmt: skip
 
 
 def make(folder: Path) -> None:

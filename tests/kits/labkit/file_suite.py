@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from doors import FolderDoor
 from ports import LOOPBACK
 
 from ckptstore.backends.base import Backend
@@ -57,13 +58,12 @@ def place_of(
     return Place(url=url.replace("/data/", f"/{share}/"), options=login)
 
 
-class FileSuite(ObjectConformance, ListingConformance):
+class FileSuite(FolderDoor, ObjectConformance, ListingConformance):
     """Subclass in a module that has a fixture ``servers``, and set the way."""
 
     backend_name = "fsspec"
     secrets = ("fish+chips",)
     way: str
-    root: Path
 
     @pytest.fixture
     def backend(self, servers: FileServers) -> Iterator[Backend]:
@@ -77,13 +77,6 @@ class FileSuite(ObjectConformance, ListingConformance):
         yield backend
         backend.close()
 
-    def raw_read(self, key: str) -> bytes | None:
-        """Read the file."""
-        try:
-            return (self.root / key).read_bytes()
-        except FileNotFoundError:
-            return None
-
     def raw_write(self, key: str, data: bytes) -> None:
         """Write a file that belongs to the user of the servers, in folders of that user."""
         path = self.root / key
@@ -92,11 +85,3 @@ class FileSuite(ObjectConformance, ListingConformance):
         while path != self.root.parent:
             os.chown(path, self.owner, -1)
             path = path.parent
-
-    def raw_keys(self) -> set[str]:
-        """Walk the tree, hidden files included."""
-        return {
-            os.path.relpath(Path(folder) / name, self.root)
-            for folder, _, names in os.walk(self.root)
-            for name in names
-        }

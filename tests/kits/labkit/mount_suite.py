@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from doors import FolderDoor
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
@@ -17,11 +17,10 @@ from labkit.systems import TwoMounts
 __all__ = ["MountSuite"]
 
 
-class MountSuite(BackendConformance):
+class MountSuite(FolderDoor, BackendConformance):
     """Subclass in a module that has a fixture ``mounted``, the running file system."""
 
     backend_name = "parallel"
-    root: Path
 
     @pytest.fixture
     def backend(self, mounted: TwoMounts) -> Iterator[Backend]:
@@ -34,13 +33,6 @@ class MountSuite(BackendConformance):
         yield backend
         backend.close()
 
-    def raw_read(self, key: str) -> bytes | None:
-        """Read the file through the other mount."""
-        try:
-            return (self.root / key).read_bytes()
-        except FileNotFoundError:
-            return None
-
     def raw_write(self, key: str, data: bytes) -> None:
         """Write a file through the other mount, and close it there."""
         path = self.root / key
@@ -49,11 +41,3 @@ class MountSuite(BackendConformance):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-
-    def raw_keys(self) -> set[str]:
-        """Walk the tree through the other mount, hidden files included."""
-        return {
-            os.path.relpath(Path(folder) / name, self.root)
-            for folder, _, names in os.walk(self.root)
-            for name in names
-        }

@@ -9,15 +9,8 @@ from typing import Any
 from labkit.peers import Call, Peer, PeerError
 
 __all__ = [
-    "NUMBERS",
-    "Acked",
-    "Place",
-    "Promises",
-    "assert_kept",
-    "collect",
-    "note",
-    "start_writers",
-]
+    "NUMBERS", "Acked", "Place", "Promises", "assert_kept", "collect", "note", "start_writers",
+]  # fmt: skip
 
 # Float32 values of the large tensor: 128 KiB, which makes chunks of its own, and small enough that
 # 200 versions take little time.
@@ -72,18 +65,11 @@ def start_writers(
     """
     return [
         peer.send(
-            "save",
-            **place.words(),
-            run="shared" if writer % 2 else f"own-{writer}",
-            writer=writer,
-            first=0,
-            count=saves,
-            numbers=NUMBERS,
-            mark=list(mark),
-            without_fsync=without_fsync,
+            "save", **place.words(), run="shared" if writer % 2 else f"own-{writer}", writer=writer,
+            first=0, count=saves, numbers=NUMBERS, mark=list(mark), without_fsync=without_fsync,
         )
         for writer in writers
-    ]
+    ]  # fmt: skip
 
 
 def collect(calls: Sequence[Call], *, timeout_s: float = 180) -> Promises:

@@ -21,21 +21,9 @@ from ports import free_port
 from labkit import processor
 
 __all__ = [
-    "Ceph",
-    "FileServers",
-    "Gluster",
-    "LabError",
-    "LabPool",
-    "LabSystem",
-    "Linux",
-    "LoopDisk",
-    "MooseFs",
-    "Mounts",
-    "Nfs",
-    "S3Server",
-    "Swift",
-    "TwoMounts",
-]
+    "Ceph", "FileServers", "Gluster", "LabError", "LabPool", "LabSystem", "Linux", "LoopDisk",
+    "MooseFs", "Mounts", "Nfs", "S3Server", "Swift", "TwoMounts",
+]  # fmt: skip
 
 SCRIPTS = Path(__file__).parents[2] / "lab" / "systems"
 
@@ -64,11 +52,8 @@ class LabSystem:
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
         self._environment = {
-            **os.environ,
-            "LAB": str(folder),
-            "PYTHON": sys.executable,
-            **environment,
-        }
+            **os.environ, "LAB": str(folder), "PYTHON": sys.executable, **environment,
+        }  # fmt: skip
 
     def up_words(self) -> tuple[str, ...]:
         """Return the script's arguments for starting it."""
@@ -90,14 +75,9 @@ class LabSystem:
         with (self.folder.parent / f"{self.folder.name}.said").open("w+b") as said:
             try:
                 status = subprocess.run(
-                    self.command(*words),
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_s,
-                    check=False,
-                ).returncode
+                    self.command(*words), env=self._environment, stdin=subprocess.DEVNULL,
+                    stdout=said, stderr=subprocess.STDOUT, timeout=timeout_s, check=False,
+                ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 status = -1
             said.seek(0)
@@ -110,12 +90,9 @@ class LabSystem:
     def popen(self, *words: str) -> subprocess.Popen[bytes]:
         """Run the script with `words`, its standard input and output being pipes."""
         return subprocess.Popen(
-            self.command(*words),
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+            self.command(*words), env=self._environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Install missing parts and start; stops everything again if that fails."""

@@ -28,15 +28,10 @@ __all__ = ["PATHS", "TRAINERS", "exchange"]
 Weights = dict[str, bytes]
 AtStart = Callable[[torch.nn.Module], None]
 PATHS = {
-    "plain loop": "model",
-    "DCP": "model",
-    "Accelerate": "models.0",
-    "Accelerate FSDP2": "models.0",
-    "Trainer": "model",
-    "Trainer FSDP2": "model",
-    "Lightning": "state_dict.net",
+    "plain loop": "model", "DCP": "model", "Accelerate": "models.0", "Accelerate FSDP2": "models.0",
+    "Trainer": "model", "Trainer FSDP2": "model", "Lightning": "state_dict.net",
     "Lightning model-parallel": "state_dict.net",
-}
+}  # fmt: skip
 """Where each trainer stores the weights."""
 RELATED = (("Trainer", "Trainer FSDP2"), ("Lightning", "Lightning model-parallel"))
 """Those that resume each other's trainings; of Accelerate, see test_sharded."""

@@ -148,16 +148,10 @@ def sharded_and_plain_tensors_are_read_as_each_other(me: Rank, run: Run) -> Prob
 def dtensors_of_one_and_two_dimensions(me: Rank, run: Run) -> Problems:
     """1-d to 1-d, 1-d to 2-d, 2-d to 1-d, 2-d to 2-d, with empty shards."""
     layouts: list[tuple[int, Sequence[Any]]] = [
-        (1, [Shard(0)]),
-        (1, [Shard(1)]),
-        (1, [Replicate()]),
-        (2, [Shard(0), Shard(1)]),
-        (2, [Shard(1), Shard(0)]),
-        (2, [Shard(0), Replicate()]),
-        (2, [Replicate(), Shard(1)]),
-        (2, [Shard(1), Shard(1)]),
-        (2, [Replicate(), Replicate()]),
-    ]
+        (1, [Shard(0)]), (1, [Shard(1)]), (1, [Replicate()]), (2, [Shard(0), Shard(1)]),
+        (2, [Shard(1), Shard(0)]), (2, [Shard(0), Replicate()]), (2, [Replicate(), Shard(1)]),
+        (2, [Shard(1), Shard(1)]), (2, [Replicate(), Replicate()]),
+    ]  # fmt: skip
     wholes = {"wide": torch.randn(5, 16), "one_row": torch.randn(1, 13), "tall": torch.randn(9, 2)}
     for whole in wholes.values():
         dist.broadcast(whole, 0)
@@ -233,12 +227,9 @@ def options_of_state_dicts(me: Rank, run: Run) -> Problems:
             flatten_optimizer_state_dict=option.flatten_optimizer_state_dict, strict=strict
         )
         set_state_dict(
-            fresh,
-            other,
-            model_state_dict=into["model"],
-            optim_state_dict=into["optimizer"],
+            fresh, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"],
             options=how,
-        )
+        )  # fmt: skip
         for (name, found), meant in zip(fresh.named_parameters(), model.parameters(), strict=True):
             frozen = option.ignore_frozen_params and name == "two.bias"
             same = torch.equal(_local(found), _local(meant))
@@ -385,18 +376,12 @@ def tensors_made_of_others(me: Rank, run: Run) -> Problems:
 CASES: dict[str, Callable[[Rank, Run], Problems]] = {
     case.__name__: case
     for case in (
-        any_plan_is_read_by_any_other,
-        sharded_and_plain_tensors_are_read_as_each_other,
-        dtensors_of_one_and_two_dimensions,
-        a_model_on_other_placements,
-        options_of_state_dicts,
-        a_broadcast_of_what_one_rank_loaded,
-        a_group_of_some_ranks,
-        a_mesh_of_some_ranks,
-        tensors_made_of_others,
-        what_is_missing_or_differs,
+        any_plan_is_read_by_any_other, sharded_and_plain_tensors_are_read_as_each_other,
+        dtensors_of_one_and_two_dimensions, a_model_on_other_placements, options_of_state_dicts,
+        a_broadcast_of_what_one_rank_loaded, a_group_of_some_ranks, a_mesh_of_some_ranks,
+        tensors_made_of_others, what_is_missing_or_differs,
     )
-}
+}  # fmt: skip
 
 
 def every_case(me: Rank, url: str, names: Sequence[str]) -> dict[str, Problems]:

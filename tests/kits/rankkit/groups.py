@@ -47,12 +47,9 @@ def _main(
     warnings.simplefilter("ignore")
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=meeting,
-            rank=rank,
-            world_size=world,
+            "gloo", init_method=meeting, rank=rank, world_size=world,
             timeout=dt.timedelta(seconds=120),
-        )
+        )  # fmt: skip
         me = Rank(rank=rank, world=world, tell=lambda value: out.send(("told", value)))
         result = job(me, *args)
         dist.barrier()

@@ -115,8 +115,6 @@ def different_refs(me: Rank, url: str) -> int:
 
 
 # --- failures ----------------------------------------------------------------------------------
-
-
 def _broken(step: object) -> None:
     msg = "the bar is broken"
     raise ValueError(msg)
@@ -249,8 +247,6 @@ def fail_in_turn(me: Rank, url: str, cases: list[tuple[str, int, int]]) -> list[
 
 
 # --- torch.distributed.checkpoint ---------------------------------------------------------------
-
-
 def dcp_counting(me: Rank, url: str, ref: str, way: str) -> tuple[int, int, list[str]]:
     """Load by ``dcp.load``; return bytes read, bytes needed by this rank, and problems."""
     whole = state_of(1, scale=8)

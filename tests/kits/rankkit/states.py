@@ -99,13 +99,9 @@ def mesh_of(world: int, dims: int, names: tuple[str, ...] | None = None) -> Devi
 def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
     """Return this rank's part of a tensor, without communication."""
     return DTensor.from_local(
-        _part(full, mesh, placements).clone(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=full.shape,
+        _part(full, mesh, placements).clone(), mesh, placements, run_check=False, shape=full.shape,
         stride=full.stride(),
-    )
+    )  # fmt: skip
 
 
 def _part(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> torch.Tensor:

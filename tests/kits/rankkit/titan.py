@@ -126,14 +126,11 @@ def trainer_of(me: Rank, folder: str, seed: int, losses: list[float], **config: 
     spec = get_train_spec()
     small = dataclasses.replace(spec.model_args["debugmodel"], n_layers=2)
     train_spec._extra_train_specs["debug"] = dataclasses.replace(
-        spec,
-        model_args={"debugmodel": small},
-        parallelize_fn=parallelize,
-        build_tokenizer_fn=None,
+        spec, model_args={"debugmodel": small}, parallelize_fn=parallelize, build_tokenizer_fn=None,
         build_dataloader_fn=data,
         build_metrics_processor_fn=lambda config, dims, _: Heard(config, dims),
         state_dict_adapter=None,
-    )
+    )  # fmt: skip
     job = JobConfig()
     job.job.dump_folder = folder
     job.model.name, job.model.flavor = "debug", "debugmodel"

@@ -29,16 +29,9 @@ from ckptstore.store import Run
 from rankkit.groups import Rank
 
 __all__ = [
-    "Training",
-    "accelerate",
-    "forget",
-    "lightning",
-    "refusal_of_flat_parameters",
-    "refusals",
-    "several",
-    "told_that_cpus_count",
-    "trainer",
-]
+    "Training", "accelerate", "forget", "lightning", "refusal_of_flat_parameters", "refusals",
+    "several", "told_that_cpus_count", "trainer",
+]  # fmt: skip
 
 
 def told_that_cpus_count(me: Rank, *, counts: bool = True) -> None:

@@ -44,12 +44,9 @@ def be_rank(number: int, words: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     try:
         dist.init_process_group(
-            "gloo",
-            init_method=words["meeting"],
-            rank=words["rank"],
-            world_size=words["world"],
+            "gloo", init_method=words["meeting"], rank=words["rank"], world_size=words["world"],
             timeout=dt.timedelta(seconds=120),
-        )
+        )  # fmt: skip
         me = Rank(
             rank=words["rank"],
             world=words["world"],

@@ -10,17 +10,8 @@ import msgspec
 import pytest
 from gckit import Place, delete, equal, needs, new_place, parts_of, undelete
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog import run_ops
-from ckptstore.errors import (
-    CondemnedError,
-    CorruptObjectError,
-    IntegrityError,
-    InvalidInputError,
-    ReadOnlyError,
-    StorageError,
-    VersionNotFoundError,
-)
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.model import Version
 from ckptstore.store import Store
@@ -147,7 +138,7 @@ def test_a_read_only_store_is_not_collected(store: Store, place: Place) -> None:
     """Nothing is written, not even to read the clock."""
     with place.open(read_only=True) as reading:
         before = place.apart_from_caches()
-        with pytest.raises(ReadOnlyError):
+        with pytest.raises(errors.ReadOnlyError):
             reading.gc()
     assert place.apart_from_caches() == before
 
@@ -159,7 +150,7 @@ def test_a_read_only_store_is_not_collected(store: Store, place: Place) -> None:
 )
 def test_parameters_out_of_range_are_refused(store: Store, wrong: dict[str, float]) -> None:
     """Before anything is looked at."""
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         store.gc(**wrong)  # type: ignore[arg-type]
 
 
@@ -175,8 +166,6 @@ def test_the_report_is_json(store: Store) -> None:
 
 
 # --- damage -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["cut", "gone"])
 def test_a_damaged_manifest_of_a_live_version_stops_the_collection(
     place: Place, store: Store, how: str
@@ -194,7 +183,7 @@ def test_a_damaged_manifest_of_a_live_version_stops_the_collection(
         place.backend.put(damaged.manifest_key, whole[:-1])
     before = place.stored()
 
-    with place.open() as again, pytest.raises(CorruptObjectError) as caught:
+    with place.open() as again, pytest.raises(errors.CorruptObjectError) as caught:
         again.gc(grace_s=0, orphan_age_s=0)
     assert "gpt@7" in caught.value.message
     assert "verify" in caught.value.hint
@@ -223,8 +212,6 @@ def test_a_damaged_manifest_of_a_deleted_version_stops_nothing(place: Place, sto
 
 
 # --- beside others ------------------------------------------------------------------------------
-
-
 def disturbed_save(place: Place, how: str) -> Version:
     """Save `parts_of(0, 2)`; a collection comes right before the first try of its commit."""
     with place.open() as store:
@@ -267,7 +254,7 @@ def test_without_the_check_in_the_commit_a_version_is_lost(
 
     with place.open() as reading:
         assert not reading.verify().ok
-        with pytest.raises(IntegrityError):
+        with pytest.raises(errors.IntegrityError):
             reading.load(f"#{version.id}")
 
 
@@ -302,7 +289,7 @@ def test_what_becomes_live_between_listing_and_commit_is_not_condemned(
     with place.open() as reading:
         assert equal(reading.load(f"#{undone.id}"), parts_of(2))
         assert equal(reading.load(f"#{saved[0].id}"), state)
-        with pytest.raises(VersionNotFoundError):
+        with pytest.raises(errors.VersionNotFoundError):
             reading.load(f"#{version.id}")
     assert count(report.condemned) == 2
     assert place.stored() == place.needed()
@@ -322,7 +309,7 @@ def test_whoever_can_read_a_deleted_manifest_knows_that_its_packs_are_condemned(
     order = sorted(store.repo.catalog.condemned.items(), key=lambda item: item[1])
     kinds = [key.partition("/")[0] for key, _ in order]
     assert kinds == ["manifests", "manifests", "packs", "packs"]
-    with pytest.raises(CondemnedError):
+    with pytest.raises(errors.CondemnedError):
         undelete(store, versions[0].id)
 
 
@@ -349,7 +336,7 @@ def test_a_version_deleted_while_its_pack_is_repacked_takes_its_manifest_along(
 
     assert pack <= condemned
     assert {first.manifest_key, second.manifest_key, third.manifest_key} <= condemned
-    with place.open() as late, pytest.raises(CondemnedError):
+    with place.open() as late, pytest.raises(errors.CondemnedError):
         undelete(late, second.id)
     with place.open() as late:
         assert equal(late.load(f"#{third.id}"), parts_of(1, 2, 2))
@@ -419,7 +406,7 @@ def test_collections_that_all_die_at_the_same_call_get_done(further: int) -> Non
     while condemned:
         fault = Fault(at=calls.index("put_if_absent") + 1 + further, times=0)
         dying = FaultyBackend(place.backend, fault)
-        with suppress(StorageError), place.open(dying, workers=1) as collector:
+        with suppress(errors.StorageError), place.open(dying, workers=1) as collector:
             collector.gc(grace_s=0)
         left.append(len(place.stored()))
         with place.open() as seen:
@@ -441,7 +428,7 @@ def test_a_collection_can_fail_at_every_call(when: When, times: int) -> None:
             place.orphan()
         fault = Fault(calls=WRITES, at=at, times=times, when=when)
         dying = FaultyBackend(place.backend, fault)
-        with suppress(StorageError), place.open(dying) as collector:
+        with suppress(errors.StorageError), place.open(dying) as collector:
             collector.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
         with place.open() as reading:
             assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))

@@ -41,7 +41,6 @@ class _Reads(MeteredBackend):
         self.reads: Counter[str] = Counter()
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Pass on."""
         self.reads[key.partition("/")[0]] += 1
         return super().get(key, bytes_max=bytes_max)
 
@@ -206,8 +205,6 @@ def test_a_lost_manifest_is_noticed_without_reading(place: Place) -> None:
 
 
 # --- records that lie --------------------------------------------------------------------------
-
-
 def test_a_record_that_omits_a_live_pack_loses_nothing(place: Place) -> None:
     """All manifests are read before anything is condemned, and the record is made again."""
     _saved(place, *range(4))
@@ -280,20 +277,13 @@ def test_any_flipped_bit_is_noticed(place: Place, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     "body",
     [
-        [b"x" * 31, b"", [], True],
-        [b"x" * 64, b"", [], True],
-        [b"x" * 32, b"y" * 15, [1], True],
-        [b"x" * 32, b"y" * 32, [1, 2], True],
-        [b"x" * 32, b"y" * 16, [], True],
-        [b"x" * 32, b"y" * 16, [1, 2], True],
-        [b"x" * 32, b"y" * 16, [-1], True],
-        [b"x" * 32, b"y" * 16, ["1"], True],
-        [b"x" * 32, b"y" * 16, [1], 1],
-        [b"x" * 32, b"y" * 16, [1]],
-        {"manifests": b""},
-        [[[[]]]],
+        [b"x" * 31, b"", [], True], [b"x" * 64, b"", [], True], [b"x" * 32, b"y" * 15, [1], True],
+        [b"x" * 32, b"y" * 32, [1, 2], True], [b"x" * 32, b"y" * 16, [], True],
+        [b"x" * 32, b"y" * 16, [1, 2], True], [b"x" * 32, b"y" * 16, [-1], True],
+        [b"x" * 32, b"y" * 16, ["1"], True], [b"x" * 32, b"y" * 16, [1], 1],
+        [b"x" * 32, b"y" * 16, [1]], {"manifests": b""}, [[[[]]]],
     ],
-)
+)  # fmt: skip
 def test_records_that_contradict_themselves_are_refused(body: object) -> None:
     """Lengths, types and doubled entries, whatever the digest says."""
     with pytest.raises(CorruptObjectError, match="somewhere"):

@@ -445,7 +445,6 @@ class _Slow(MemoryBackend):
         self.threads: set[int] = set()
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Wait for every object."""
         self.prefixes.append(prefix)
         self.threads.add(threading.get_ident())
         for info in super().list(prefix, after=after):

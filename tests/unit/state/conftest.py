@@ -65,13 +65,9 @@ def _keep(source: SourceTensor, step: int = 7) -> Kept:
         source.payload.copy_into(start, memoryview(pieces)[start : start + size])
     assert pieces == whole
     return Kept(
-        role="extra",
-        dtype=source.dtype,
-        shape=source.shape,
-        order=source.order,
-        nbytes=source.nbytes,
-        data=bytes(whole),
-    )
+        role="extra", dtype=source.dtype, shape=source.shape, order=source.order,
+        nbytes=source.nbytes, data=bytes(whole),
+    )  # fmt: skip
 
 
 @pytest.fixture

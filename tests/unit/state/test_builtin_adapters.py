@@ -83,7 +83,6 @@ class Scaled(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the parts."""
         return ["held"], self.context
 
     @classmethod
@@ -94,14 +93,12 @@ class Scaled(torch.Tensor):
         _size: object,
         _stride: object,
     ) -> Scaled:
-        """Put them together."""
         return cls(parts["held"], context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, _types: object, args: tuple[Any, ...] = (), _kwargs: object = None
     ) -> Scaled:
-        """Do what a Parameter needs."""
         assert func is torch.ops.aten.detach.default
         return cls(args[0].held, args[0].context)
 
@@ -330,10 +327,6 @@ def test_forms_in_the_store() -> None:
     assert sparse[:2] == ["x", "ckptstore.sparse"]
     assert sparse[2][::2][0] == "d"
     assert dict(zip(sparse[2][1::2], sparse[2][2::2], strict=True)) == {
-        "dtype": ["dt", "float32"],
-        "shape": ["sz", 2, 2],
-        "stride": None,
-        "flags": 0,
-        "context": ["t", "coo", True],
-        "tensors": ["d", "indices", ["T", 0], "values", ["T", 1]],
-    }
+        "dtype": ["dt", "float32"], "shape": ["sz", 2, 2], "stride": None, "flags": 0,
+        "context": ["t", "coo", True], "tensors": ["d", "indices", ["T", 0], "values", ["T", 1]],
+    }  # fmt: skip

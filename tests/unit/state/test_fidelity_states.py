@@ -225,13 +225,9 @@ def test_parameters_and_buffers(shelf: Make) -> None:
     weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     leaf = torch.ones(2, requires_grad=True)
     state = {
-        "p": weight,
-        "g": torch.nn.Parameter(torch.ones(1)),
-        "leaf": leaf,
-        "result": leaf * 2,
-        "b": torch.nn.Buffer(torch.ones(1)),
-        "t": torch.nn.Buffer(torch.ones(1), persistent=False),
-    }
+        "p": weight, "g": torch.nn.Parameter(torch.ones(1)), "leaf": leaf, "result": leaf * 2,
+        "b": torch.nn.Buffer(torch.ones(1)), "t": torch.nn.Buffer(torch.ones(1), persistent=False),
+    }  # fmt: skip
     back = shelf(state).load()
     for key, value in state.items():
         assert type(back[key]) is type(value)

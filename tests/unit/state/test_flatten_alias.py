@@ -16,13 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortening import examples
 
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    LimitError,
-    StateError,
-    TensorNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import PathFilter
 from ckptstore.tensors.adapters import TypeAdapter
@@ -70,12 +64,9 @@ def test_views_share_their_base(shelf: Make, assert_same: Same) -> None:
     """Overlapping views of several dtypes and layouts are views of one stored tensor again."""
     flat = torch.randn(24)
     state = {
-        "head": flat[2:9],
-        "flat": flat,
-        "grid": flat.view(4, 6).t(),
-        "bits": flat.view(torch.int32)[5:],
-        "tail": flat[7:20:3],
-    }
+        "head": flat[2:9], "flat": flat, "grid": flat.view(4, 6).t(),
+        "bits": flat.view(torch.int32)[5:], "tail": flat[7:20:3],
+    }  # fmt: skip
     kept = shelf(state)
     back = kept.load()
     assert_same(state, back)
@@ -215,12 +206,9 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
 def _record(source: SourceTensor) -> TensorRecord:
     """Return a source as its own record."""
     return TensorRecord(
-        dtype=source.dtype,
-        shape=source.shape,
-        order=source.order,
-        role="weights",
+        dtype=source.dtype, shape=source.shape, order=source.order, role="weights",
         nbytes=source.nbytes,
-    )
+    )  # fmt: skip
 
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the kind that is refused
@@ -283,7 +271,7 @@ REFUSED: list[tuple[str, object, str]] = [
 @pytest.mark.parametrize(("name", "value", "hint"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_refused(name: str, value: object, hint: str) -> None:
     """The error is a StateError that names the path and says what to do."""
-    with pytest.raises(StateError, match=hint) as caught:
+    with pytest.raises(errors.StateError, match=hint) as caught:
         flatten({"model": [0, {"x y": value}]})
     assert "model.1.x y" in str(caught.value), name
 
@@ -293,7 +281,7 @@ def test_refused_nested() -> None:
     """Nested tensors of both layouts are refused."""
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
-        with pytest.raises(StateError, match="'w'"):
+        with pytest.raises(errors.StateError, match="'w'"):
             flatten({"w": nested})
 
 
@@ -303,7 +291,7 @@ def test_refused_fake() -> None:
 
     with FakeTensorMode():
         fake = torch.zeros(3)
-    with pytest.raises(StateError, match="materialize"):
+    with pytest.raises(errors.StateError, match="materialize"):
         flatten({"w": fake})
 
 
@@ -313,11 +301,11 @@ def test_cycles() -> None:
     assert flatten({"a": shared, "b": [shared, shared]}).skeleton
     loop: list[object] = []
     loop.append({"deep": loop})
-    with pytest.raises(StateError, match="holds itself"):
+    with pytest.raises(errors.StateError, match="holds itself"):
         flatten(loop)
     odd = OrderedDict(a=1)
     odd.me = odd  # type: ignore[attr-defined]
-    with pytest.raises(CkptStoreError, match=r"itself|deeper"):
+    with pytest.raises(errors.CkptStoreError, match=r"itself|deeper"):
         flatten(odd)
 
 
@@ -329,7 +317,7 @@ def test_depth() -> None:
     assert flatten(state).skeleton
     for _ in range(2):
         state = {"k": state}
-    with pytest.raises(LimitError, match="nested deeper"):
+    with pytest.raises(errors.LimitError, match="nested deeper"):
         flatten(state)
 
 
@@ -339,7 +327,7 @@ def test_bombs_of_shared_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     state: list[Any] = [0] * 10
     for _ in range(4):
         state = [state] * 10
-    with pytest.raises(LimitError, match="more than 10000 values"):
+    with pytest.raises(errors.LimitError, match="more than 10000 values"):
         flatten(state)
 
 
@@ -353,7 +341,7 @@ def _adapter(**changes: object) -> TypeAdapter:
 def test_adapters_must_be_there_again(shelf: Make) -> None:
     """A load without the adapter names the path and the adapter, before anything is read."""
     kept = shelf({"a": [Known()]}, [_adapter()])
-    with pytest.raises(StateError, match=r"'a\.0' was saved by the adapter 'known'"):
+    with pytest.raises(errors.StateError, match=r"'a\.0' was saved by the adapter 'known'"):
         kept.load()
     assert type(kept.load(adapters=[_adapter()])["a"][0]) is Known
 
@@ -367,7 +355,7 @@ def test_adapters_are_checked() -> None:
         [_adapter(name="")],
     ]
     for wrong in wrongs:
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             flatten({}, wrong)
 
 
@@ -377,12 +365,12 @@ def test_adapters_that_fail(shelf: Make) -> None:
     def fail(_: object) -> object:
         raise ZeroDivisionError("no")
 
-    with pytest.raises(StateError, match=r"'k'.*no"):
+    with pytest.raises(errors.StateError, match=r"'k'.*no"):
         flatten({"k": Known()}, [_adapter(to_state=fail)])
-    with pytest.raises(StateError, match="itself"):
+    with pytest.raises(errors.StateError, match="itself"):
         flatten({"k": Known()}, [_adapter(to_state=lambda known: known)])
     kept = shelf({"k": Known()}, [_adapter()])
-    with pytest.raises(StateError, match=r"'k'.*no"):
+    with pytest.raises(errors.StateError, match=r"'k'.*no"):
         kept.load(adapters=[_adapter(from_state=fail)])
 
 
@@ -392,7 +380,7 @@ def test_subclasses_are_not_adapted() -> None:
     class Special(Known):
         pass
 
-    with pytest.raises(StateError, match="Special"):
+    with pytest.raises(errors.StateError, match="Special"):
         flatten([Special()], [_adapter()])
 
 
@@ -474,20 +462,20 @@ def test_into_that_does_not_fit(into: object, message: str, shelf: Make) -> None
     """A difference in shape, dtype or kind is an error that names the path, before any read."""
     weight = torch.ones(2)
     kept = shelf({"w": weight, "n": np.zeros(2), "v": weight[1:]})
-    with pytest.raises(InvalidInputError, match=message):
+    with pytest.raises(errors.InvalidInputError, match=message):
         Restorer(kept.node, kept.records, into=into)
 
 
 def test_into_unknown_path(shelf: Make) -> None:
     """A tensor that the version does not have would stay unfilled: it is an error."""
     kept = shelf({"w": torch.ones(2)})
-    with pytest.raises(TensorNotFoundError, match=r"'m\.w'") as told:
+    with pytest.raises(errors.TensorNotFoundError, match=r"'m\.w'") as told:
         kept.load(into={"m": {"w": torch.zeros(2)}})
     assert "Store.load_into fills what fits" in told.value.hint
-    with pytest.raises(TensorNotFoundError, match="'w'") as told:
+    with pytest.raises(errors.TensorNotFoundError, match="'w'") as told:
         shelf({"m": {"w": torch.ones(2)}}).load(into={"w": torch.zeros(2)})
     assert told.value.hint == "the version has 'm.w': nest into as the state that was saved"
-    with pytest.raises(TensorNotFoundError, match="'w'"):
+    with pytest.raises(errors.TensorNotFoundError, match="'w'"):
         kept.load(PathFilter([]), into={"w": torch.zeros(2)})
 
 
@@ -495,7 +483,7 @@ def test_into_shared_memory(shelf: Make) -> None:
     """Two tensors of the version cannot be read into one memory."""
     room = torch.zeros(6)
     kept = shelf({"a": torch.ones(4), "b": torch.zeros(4)})
-    with pytest.raises(InvalidInputError, match="'a' and 'b' share memory"):
+    with pytest.raises(errors.InvalidInputError, match="'a' and 'b' share memory"):
         kept.load(into={"a": room[:4], "b": room[2:]})
     kept.load(into={"a": torch.zeros(4), "b": torch.zeros(8)[:4]})
 
@@ -515,7 +503,7 @@ def test_map_location(shelf: Make) -> None:
         assert kept.load(map_location=where)["w"].device.type == "cpu"
     assert seen == [(0, "cpu")]
     for wrong in ("nowhere", "meta", 3, {"cpu": 5}, lambda *_: 5):
-        with pytest.raises(InvalidInputError):
+        with pytest.raises(errors.InvalidInputError):
             kept.load(map_location=wrong)
 
 
@@ -532,7 +520,7 @@ def test_a_device_that_is_not_there_is_refused_before_reading(
         where = torch.device(device)
     kept = shelf({"w": torch.ones(16)})
 
-    with pytest.raises(InvalidInputError, match=f"map_location is '{device}'") as told:
+    with pytest.raises(errors.InvalidInputError, match=f"map_location is '{device}'") as told:
         Restorer(kept.node, kept.records, map_location=where)
 
     assert "cpu" in told.value.hint

@@ -279,16 +279,12 @@ def _record(
 @pytest.mark.parametrize(
     "record",
     [
-        _record("float32", (4,), 15),
-        _record("float99", (4,), 16),
-        _record("qint8", (4,), 4),
-        _record("float32", (-4,), -16),
-        _record("float32", (2, 2), 16, (0, 0)),
-        _record("float32", (2, 2), 16, (0,)),
-        _record("float32", (2, 2), 16, (2, 1)),
+        _record("float32", (4,), 15), _record("float99", (4,), 16), _record("qint8", (4,), 4),
+        _record("float32", (-4,), -16), _record("float32", (2, 2), 16, (0, 0)),
+        _record("float32", (2, 2), 16, (0,)), _record("float32", (2, 2), 16, (2, 1)),
     ],
     ids=map(str, range(7)),
-)
+)  # fmt: skip
 def test_damaged_records(record: Any) -> None:  # noqa: ANN401
     """Records whose size, dtype or order is wrong get no memory."""
     with pytest.raises(CorruptObjectError):
