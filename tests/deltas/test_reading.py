@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_of
+from peaks import PEAK
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptObjectError, CorruptTensorError, LimitError, TornStateError
@@ -398,20 +399,9 @@ def test_a_part_of_a_version_takes_the_bases_that_it_needs(store: Store) -> None
 
 
 MIB = 1 << 20
-PROGRAM = """
-import json, sys
-from pathlib import Path
-import torch, ckptstore
-
-def status(name):
-    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) // 1024
-
-def peak(action):
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    action()
-    return status("VmHWM") - before
-
+PROGRAM = (
+    PEAK
+    + """
 folder, budget = sys.argv[1], int(sys.argv[2])
 open_it = lambda: ckptstore.open(
     folder, create=True, host_bytes=budget, workers=2, codec="delta", base_bytes=0
@@ -432,6 +422,7 @@ figures["load"] = peak(lambda: store.load("gpt", into=state))
 figures["verify"] = peak(lambda: store.verify())
 print(json.dumps([share, figures]))
 """
+)
 
 
 @pytest.mark.slow

@@ -58,15 +58,18 @@ def assert_no_leak(folder: Path, error: type[BaseException], fail: Callable[[], 
     """Assert that `fail` raises, and leaves no descriptor and no temporary file; call it twice.
 
     What the first call loads for good does not count. The error is held while it is looked, so
-    that nothing is released only since its last frame went.
+    that nothing is released only since its last frame went. What earlier tests left is frozen up to
+    the end: it takes most of a second to look through, and its files would close in between.
     """
-    gc.freeze()  # what is there already: to look through it takes most of a second
-    with pytest.raises(error):
-        fail()
-    gc.collect()  # what only the first error held
-    gc.unfreeze()
-    before = descriptors(), temporary_files(folder)
-    with pytest.raises(error) as caught:
-        fail()
-    assert (descriptors(), temporary_files(folder)) == before
-    assert isinstance(caught.value, error)
+    gc.freeze()
+    try:
+        with pytest.raises(error):
+            fail()
+        gc.collect()  # what only the first error held
+        before = descriptors(), temporary_files(folder)
+        with pytest.raises(error) as caught:
+            fail()
+        assert (descriptors(), temporary_files(folder)) == before
+        assert isinstance(caught.value, error)
+    finally:
+        gc.unfreeze()

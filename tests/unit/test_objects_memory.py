@@ -9,26 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peaks import PEAK
 
 import ckptstore
 from ckptstore.objects import piece_reader
 
 MIB = 1 << 20
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-import torch, ckptstore
-
-def status(name):
-    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) // 1024
-
-def peak(action):
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    action()
-    return status("VmHWM") - before
-
+PROGRAM = (
+    PEAK
+    + """
 folder, budget, codec = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 store = ckptstore.open(folder, create=True, host_bytes=budget, workers=2)
 run = store.run("gpt")
@@ -42,6 +32,7 @@ figures["load"] = peak(lambda: run.load(into=state))
 figures["verify"] = peak(lambda: store.verify())
 print(json.dumps(figures))
 """
+)
 
 
 @pytest.mark.timeout(240)
