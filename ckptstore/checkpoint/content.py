@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class ReadPieces(Protocol):
         """Fetch, check and decode pieces into their destinations."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Content:
     """A manifest, understood."""
 
@@ -88,6 +89,20 @@ class Content:
     """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.tables`)."""
     read: ReadPieces | None = None
     """How its pieces are had, where the packs of the store alone may not do."""
+
+    @functools.cached_property
+    def leaf_at(self) -> dict[Path, Leaf]:
+        """Leaves by their path."""
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    @functools.cached_property
+    def path_of(self) -> dict[str, Path | None]:
+        """Paths of leaves by their text; None where several have it."""
+        found: dict[str, Path | None] = {}
+        for path in self.leaf_at:
+            text = path_text(path)
+            found[text] = None if text in found else path
+        return found
 
     def tensors(self) -> list[TensorInfo]:
         """Return the tensors in the order of the state; tied ones once."""

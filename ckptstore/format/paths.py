@@ -78,7 +78,8 @@ class PathFilter:
                 raise InvalidInputError(msg, hint=f"write {name}=[{patterns!r}]")
         self._include = None if include is None else [(p, _matcher(p)) for p in include]
         self._exclude = [_matcher(p) for p in exclude or ()]
-        self._unused: set[Pattern] = {p for p, _ in self._include or ()}
+        self.unused: set[Pattern] = {p for p, _ in self._include or ()}
+        """Patterns of `include` that have taken nothing so far."""
         self._top: dict[str, None] = {}
         self._seen: dict[str, None] = {}
 
@@ -86,13 +87,33 @@ class PathFilter:
         """Return whether the leaf at `path` is wanted."""
         text = path_text(path)
         if self._include is not None:
-            if self._unused:
+            if self.unused:
                 self._remember(path)
             hits = [pattern for pattern, matches in self._include if matches(path, text)]
             if not hits:
                 return False
-            self._unused.difference_update(hits)
+            self.unused.difference_update(hits)
         return not any(matches(path, text) for matches in self._exclude)
+
+    def keys_below(self, path: Path) -> tuple[set[str], tuple[str, ...]] | None:
+        """Return the keys below `path` on the way to what is wanted, and how further ones start.
+
+        None: any key may be.
+        """
+        start = path_text(path) + "." if path else ""
+        keys: set[str] = set()
+        starts = []
+        for pattern in [pattern for pattern, _ in self._include or ()] or ["*"]:
+            if not isinstance(pattern, str) or not {*"*?["}.isdisjoint(pattern):
+                return None
+            if start.startswith(pattern + "."):
+                return None
+            if pattern.startswith(start):
+                below = pattern[len(start) :]
+                keys.update(below[:at] for at, letter in enumerate(below) if letter == ".")
+                keys.add(below)
+                starts.append(below + ".")
+        return keys, tuple(starts)
 
     def check_all_used(self) -> None:
         """Raise if a pattern of `include` has matched no leaf so far: it is likely misspelled.
@@ -102,8 +123,8 @@ class PathFilter:
         TensorNotFoundError
             Names the patterns.
         """
-        if self._unused:
-            names = ", ".join(sorted(map(repr, self._unused)))
+        if self.unused:
+            names = ", ".join(sorted(map(repr, self.unused)))
             raise TensorNotFoundError(f"nothing in the state matches {names}", hint=self._hint())
 
     def _remember(self, path: Path) -> None:
@@ -116,7 +137,7 @@ class PathFilter:
     def _hint(self) -> str:
         """Return what unused patterns may have meant, or what there is."""
         near: dict[str, None] = {}
-        for pattern in sorted(self._unused, key=repr):
+        for pattern in sorted(self.unused, key=repr):
             text = (
                 pattern.rstrip("*").rstrip(".") if isinstance(pattern, str) else path_text(pattern)
             )

@@ -53,7 +53,7 @@ there are no cycles. Scheme and node of ``Q`` are those of :mod:`ckptstore.tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -63,6 +63,7 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.paths import Key, Path
 
+KeysBelow: TypeAlias = Callable[[Path], tuple[Collection[str], tuple[str, ...]] | None]
 Node: TypeAlias = "bool | int | float | str | bytes | list[Node] | None"
 
 REQUIRES_GRAD: Final = 1
@@ -212,7 +213,9 @@ def _leaf(path: Path, node: list[Node]) -> Leaf:
 _GONE: Final = object()
 
 
-def prune(node: Node, wanted: Callable[[Path], bool]) -> Node:
+def prune(
+    node: Node, wanted: Callable[[Path], bool], keys_below: KeysBelow = lambda _: None
+) -> Node:
     """Return the part of a skeleton whose leaves are wanted.
 
     A leaf here is everything that is not a dict, list, tuple or deque, and an empty one of these.
@@ -220,23 +223,32 @@ def prune(node: Node, wanted: Callable[[Path], bool]) -> Node:
     or deque that keeps at least one element, the others become ``MISSING``, so that positions
     stand. An object of an adapter is kept whole if its path, or a tensor in it, is wanted.
     Attributes of an OrderedDict stay with it. If nothing is wanted, the result is an empty dict.
+    Where `keys_below` tells the texts of keys below a path, or how they start, others are passed.
     """
-    kept = _prune(node, (), wanted)
+    kept = _prune(node, (), wanted, keys_below)
     return ["d"] if kept is _GONE else kept  # type: ignore[return-value]
 
 
-def _prune(node: Node, path: Path, wanted: Callable[[Path], bool]) -> object:
+def _prune(node: Node, path: Path, wanted: Callable[[Path], bool], keys_below: KeysBelow) -> object:
     tag = node[0] if isinstance(node, list) else None
     if isinstance(node, list) and tag in MAPS and len(node) > MAPS[str(tag)]:
         entries: list[Node] = []
-        for key, value in pairs(node):
-            kept = _prune(value, (*path, decode_key(key)), wanted)
+        found = pairs(node)
+        if (below := keys_below(path)) is not None:
+            keys, starts = below
+            found = (
+                pair
+                for pair in found
+                if type(key := pair[0]) is not str or key in keys or key.startswith(starts)
+            )
+        for key, value in found:
+            kept = _prune(value, (*path, decode_key(key)), wanted, keys_below)
             if kept is not _GONE:
                 entries += [key, kept]  # type: ignore[list-item]
         return [*node[: MAPS[str(tag)]], *entries] if entries else _GONE
     if isinstance(node, list) and tag in SEQUENCES and len(node) > SEQUENCES[str(tag)]:
         start = SEQUENCES[str(tag)]
-        items = [_prune(item, (*path, at), wanted) for at, item in enumerate(node[start:])]
+        items = [_prune(x, (*path, at), wanted, keys_below) for at, x in enumerate(node[start:])]
         if all(item is _GONE for item in items):
             return _GONE
         return [*node[:start], *(["m"] if item is _GONE else item for item in items)]

@@ -78,6 +78,7 @@ class Replicas:
         self._slots: dict[str, _Slot] = {}
         self._pid = os.getpid()
         self._told: set[tuple[str, str]] = set()
+        self._content: Content | None = None  # of the version that was asked for last
 
     def give(self, name: str, options: Mapping[str, Any]) -> None:
         """Remember options of a replica, for this process.
@@ -210,7 +211,10 @@ class Replicas:
         from ckptstore.checkpoint.content import read_content
 
         try:
-            content = read_content(self._repo.manifests.load(version))
+            manifest = self._repo.manifests.load(version)
+            content = self._content
+            if content is None or content.manifest is not manifest:
+                content = self._content = read_content(manifest)
         except (errors.VersionNotFoundError, errors.IntegrityError) as error:
             if not fall_through:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,14 +62,13 @@ class LazyVersion(Shown):
         self._whole = whole
         # Returns the version again; stored in a pickle. None: it cannot be pickled.
         self._again = again
-        self._leaves = {leaf.path: leaf for leaf in content.leaves}
         self.info = info
         """The version as the catalog knows it."""
 
     def __repr__(self) -> str:
         """Return run, step and size."""
         info = self.info
-        return f"<LazyVersion {info.run}@{info.step} #{info.id[:8]}, {len(self._leaves)} tensors>"
+        return f"<LazyVersion {info.run}@{info.step} #{info.id[:8]}, {len(self)} tensors>"
 
     def _summary(self) -> HtmlTable:
         rows = [(x.path, x.dtype, list(x.shape), bytes_text(x.nbytes)) for x in self.tensors()]
@@ -122,7 +120,7 @@ class LazyVersion(Shown):
 
     def keys(self) -> list[str]:
         """Return the paths of all tensors in the order of the state, tied ones included."""
-        return [path_text(path) for path in self._leaves]
+        return [path_text(path) for path in self._content.leaf_at]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over :meth:`keys`."""
@@ -130,11 +128,12 @@ class LazyVersion(Shown):
 
     def __len__(self) -> int:
         """Return the number of :meth:`keys`."""
-        return len(self._leaves)
+        return len(self._content.leaf_at)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a tensor has this path."""
-        return key in (self._leaves if isinstance(key, tuple) else self._texts)
+        content = self._content
+        return key in (content.leaf_at if isinstance(key, tuple) else content.path_of)
 
     def tensors(self) -> list[TensorInfo]:
         """Return a description of each tensor; tied ones once."""
@@ -150,24 +149,16 @@ class LazyVersion(Shown):
         InvalidInputError
             Several tensors have this text; name one by the tuple of its keys.
         """
-        path = key if isinstance(key, tuple) else self._texts.get(key)
-        if path is None or path not in self._leaves:
+        content = self._content
+        path = key if isinstance(key, tuple) else content.path_of.get(key)
+        if path is None or path not in content.leaf_at:
             try:
-                path = find_path(list(self._leaves), key)
+                path = find_path(list(content.leaf_at), key)
             except errors.TensorNotFoundError as error:
                 if self._whole is None:
                     raise
                 return self._all(error)[key]
-        return LazyTensor(self._repo, self._content, self._leaves[path], self.info)
-
-    @functools.cached_property
-    def _texts(self) -> dict[str, Path | None]:
-        """Paths by their text; None where several have it."""
-        found: dict[str, Path | None] = {}
-        for path in self._leaves:
-            text = path_text(path)
-            found[text] = None if text in found else path
-        return found
+        return LazyTensor(self._repo, content, content.leaf_at[path], self.info)
 
     def _all(self, error: errors.CkptStoreError) -> LazyVersion:
         """Return the whole of a version that is kept here only in part."""

@@ -59,7 +59,9 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
     node: Node = content.node if part is None else part
     if part is None and (request.include is not None or request.exclude is not None):
         wanted = PathFilter(request.include, request.exclude)
-        node = prune(node, wanted)
+        node = prune(content.node, wanted, wanted.keys_below)
+        if wanted.unused:
+            prune(content.node, wanted)  # sees all names, to tell what was meant
         wanted.check_all_used()
     if request.together is not None:
         content = request.together.shared(content)

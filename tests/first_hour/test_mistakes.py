@@ -68,7 +68,7 @@ IN_PYTHON = [
     ("store.retain({'full': 'last three'})", "three", "last N"),
     ("run.rollback('best:val_los')", "val_los", "val_loss"),
     ("run.annotate(140, {})", "nothing", "val_loss"),
-    ("files.import_file(store, 'pickled.pt', run='a', step=1)", "pickled.pt", "weights_only=False"),
+    ("files.import_file(store, 'pickled.pt', run='a', step=1)", "pickled.pt", "safetensors"),
     ("files.import_file(store, 'model.pt', run='a')", "model.pt", "step"),
     ("files.import_folder(store, 'ckpts', run='a')", "ckpts", "import_file"),
     ("store.from_pretrained('gpt')", "gpt", "model="),

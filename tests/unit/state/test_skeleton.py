@@ -66,7 +66,10 @@ def test_leaves() -> None:
 
 
 def _kept(include: list[Any] | None = None, exclude: list[Any] | None = None) -> Node:
-    return prune(STATE, PathFilter(include, exclude))
+    wanted = PathFilter(include, exclude)
+    kept = prune(STATE, wanted)
+    assert prune(STATE, wanted, wanted.keys_below) == kept  # names that cannot lead there, unseen
+    return kept
 
 
 def test_prune_by_prefix_and_pattern() -> None:
@@ -77,6 +80,9 @@ def test_prune_by_prefix_and_pattern() -> None:
     assert _kept(["*.m"], ["*.1.*"]) == [
         "d", "optim", ["d", "state", ["d", 0, ["d", "m", ["T", 2]]]],
     ]  # fmt: skip
+    assert _kept(["model.tied"]) == ["d", "model", ["o", None, "tied", ["T", 0]]]
+    assert _kept(["model.a.w"]) == ["d", "model", ["o", None, "a.w", ["T", 0, 3]]]
+    assert _kept(["model.a"]) == ["d", "model", [*STATE[2][:6]]]  # type: ignore[index]
     assert _kept(["nothing", "step"]) == ["d", "step", 7, "nothing", ["d"]]
     assert _kept([]) == ["d"]
     assert _kept() == STATE
