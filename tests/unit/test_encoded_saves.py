@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore import errors
 from ckptstore.checkpoint import encoding_trial, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
 from ckptstore.checkpoint.encode import Draft, encode_draft
@@ -22,12 +23,6 @@ from ckptstore.checkpoint.encoding_trial import measure
 from ckptstore.config import CODEC_CHOICES
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules
-from ckptstore.errors import (
-    InvalidInputError,
-    OperationCancelledError,
-    TornStateError,
-    UnsafeEncodingError,
-)
 from ckptstore.events import Progress
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
@@ -110,8 +105,6 @@ def _infos(store: Store, ref: str) -> dict[str, TensorInfo]:
 
 
 # --- there and back -------------------------------------------------------------------------------
-
-
 def test_what_comes_back_is_as_near_as_recorded(saving: tuple[Store, Saving]) -> None:
     """Types and shapes are those that were given, errors those that the manifest tells."""
     store, save = saving
@@ -214,8 +207,6 @@ def test_loads_of_parts(store: Store) -> None:
 
 
 # --- sharing ------------------------------------------------------------------------------------
-
-
 def test_equal_inputs_share_every_chunk(store: Store) -> None:
     """Another run that saves the same state has the same codes, whatever its codec."""
     state = _state()
@@ -316,8 +307,6 @@ def test_a_lossy_master_gives_nothing_away(store: Store) -> None:
 
 
 # --- fallbacks and refusals ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "encoding", "why"),
     [
@@ -394,7 +383,7 @@ def test_second_moments_are_refused_before_anything_is_written(
 ) -> None:
     """By their name, in every engine at the call, with what to use instead."""
     store, save = saving
-    with pytest.raises(UnsafeEncodingError, match="exp_avg_sq") as caught:
+    with pytest.raises(errors.UnsafeEncodingError, match="exp_avg_sq") as caught:
         save(_state(), step=1, encodings={"role:optimizer": "int8"})
     assert "dynamic8" in caught.value.hint
     assert store.runs() == []
@@ -431,16 +420,14 @@ def test_rules_are_checked_before_anything_is_written(
 ) -> None:
     """What is no rule is refused at the call."""
     store, save = saving
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         save(_state(), step=1, encodings=rules)
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         store.run("gpt", encodings=rules)
     assert store.runs() == []
 
 
 # --- where rules come from ----------------------------------------------------------------------
-
-
 def test_rules_of_a_save_of_an_object_and_of_the_policy(tmp_path: Path) -> None:
     """A save's own count before those of the object, and these before the stored ones."""
     state = {"model": {"w": torch.randn(5000)}}
@@ -458,8 +445,6 @@ def test_rules_of_a_save_of_an_object_and_of_the_policy(tmp_path: Path) -> None:
 
 
 # --- a state that changes -----------------------------------------------------------------------
-
-
 def _disturbed(
     monkeypatch: pytest.MonkeyPatch, module: object, name: str, change: Callable[[], object]
 ) -> None:
@@ -486,7 +471,7 @@ def test_a_change_while_it_is_encoded_is_refused(
     places = {"measure": (encoding_trial, "measure"), "write": (write, "write_pieces")}
     tensor = _moments(state)[moment]
     _disturbed(monkeypatch, *places[stage], lambda: tensor[2500].mul_(3))
-    with pytest.raises(TornStateError, match=r"optimizer\.state\.0\.exp_avg"):
+    with pytest.raises(errors.TornStateError, match=r"optimizer\.state\.0\.exp_avg"):
         store.run("gpt").save(state, step=1, encodings=RULES)
     assert store.runs() == []
 
@@ -498,7 +483,7 @@ def test_a_master_that_changes_under_its_derived_weights_is_refused(
     state = _state(rows=3000)
     state["low"] = state["model"]["weight"].to(torch.bfloat16)
     _disturbed(monkeypatch, write, "write_pieces", lambda: state["model"]["weight"][2000].mul_(3))
-    with pytest.raises(TornStateError, match=r"model\.weight"):
+    with pytest.raises(errors.TornStateError, match=r"model\.weight"):
         store.run("gpt").save(state, step=1)
     assert store.runs() == []
 
@@ -515,7 +500,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr("ckptstore.saver.save_job.write_job", scribble)
         pending = run.save_async(_state(seed=3), step=1, encodings=RULES)
-        with pytest.raises(TornStateError, match=r"model\.weight"):
+        with pytest.raises(errors.TornStateError, match=r"model\.weight"):
             pending.result()
         assert len(run.versions()) == 1
 
@@ -532,13 +517,11 @@ def test_a_save_is_cancelled_while_it_measures() -> None:
     gate = CancellationToken()
     gate.cancel()
     staged = sources_in(arena.view, staging.tensors, staging.digests(), gate.check)
-    with pytest.raises(OperationCancelledError):
+    with pytest.raises(errors.OperationCancelledError):
         encode_draft(replace(draft, sources=staged), parent=None, chunk_bytes=1 << 22, workers=2)
 
 
 # --- memory -------------------------------------------------------------------------------------
-
-
 def test_memory_does_not_grow_with_the_state() -> None:
     """A tensor of 64 MiB is measured and encoded within 8 MiB a thread."""
     tensor = torch.randn(1 << 24, generator=torch.Generator().manual_seed(4))
@@ -573,8 +556,6 @@ def test_contents_without_wishes_are_not_touched() -> None:
 
 
 # --- integrations -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_of_lightning_take_rules(store: Store, background: bool) -> None:
     """Those of the plugin hold for each, those of one save before them; wrong ones are told."""
@@ -586,5 +567,5 @@ def test_checkpoints_of_lightning_take_rules(store: Store, background: bool) -> 
     plugin.teardown()
     forms = [_infos(store, f"gpt@{step}")["state_dict.w"].encoding for step in (3, 4)]
     assert forms == ["bf16", "int8"]
-    with pytest.raises(InvalidInputError):
+    with pytest.raises(errors.InvalidInputError):
         LoopIO(store, "gpt", encodings={"*": "bf17"})

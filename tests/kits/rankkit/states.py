@@ -28,32 +28,20 @@ __all__ = [
     "state_of",
     "tensors",
     "values",
-]
+]  # fmt: skip
 
 TILES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)}
 """Two-dimensional meshes by number of ranks."""
 
 ROWS, COLUMNS = (Shard(0),), (Shard(1),)
 PLACEMENTS: Mapping[str, Sequence[Any]] = {
-    "rows": ROWS,
-    "columns": COLUMNS,
-    "few_rows": ROWS,
-    "vector": ROWS,
-    "replica": (Replicate(),),
-    "tiles": (Shard(0), Shard(1)),
-    "tiles_turned": (Shard(1), Shard(0)),
-    "rows_twice": (Shard(0), Shard(0)),
-    "hybrid": (Replicate(), Shard(0)),
-    "hybrid_columns": (Replicate(), Shard(1)),
-    "half": COLUMNS,
-    "complex": ROWS,
-    "complex_columns": COLUMNS,
-    "float8": COLUMNS,
-    "flags": ROWS,
-    "deep": (Shard(2),),
-    "large": ROWS,
-    "large_columns": COLUMNS,
-}
+    "rows": ROWS, "columns": COLUMNS, "few_rows": ROWS, "vector": ROWS, "replica": (Replicate(),),
+    "tiles": (Shard(0), Shard(1)), "tiles_turned": (Shard(1), Shard(0)),
+    "rows_twice": (Shard(0), Shard(0)), "hybrid": (Replicate(), Shard(0)),
+    "hybrid_columns": (Replicate(), Shard(1)), "half": COLUMNS, "complex": ROWS,
+    "complex_columns": COLUMNS, "float8": COLUMNS, "flags": ROWS, "deep": (Shard(2),),
+    "large": ROWS, "large_columns": COLUMNS,
+}  # fmt: skip
 """Placements of each tensor on a mesh of one dimension, or of two. Others are plain tensors."""
 
 
@@ -112,22 +100,14 @@ def _part(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> to
 def values(seed: int = 1) -> dict[str, Any]:
     """Return values that are no tensors, or hold some but stay whole in planners."""
     return {
-        "step": seed,
-        "lr": 0.1,
-        "betas": (0.9, 0.999),
-        "names": ["a", "b"],
-        "none": None,
-        "text": "grün",
-        "big": 2**70,
-        "bytes": bytes(range(256)) * 20,
+        "step": seed, "lr": 0.1, "betas": (0.9, 0.999), "names": ["a", "b"], "none": None,
+        "text": "grün", "big": 2**70, "bytes": bytes(range(256)) * 20,
         "numpy": np.arange(6).reshape(2, 3),
         "random": torch.Generator().manual_seed(seed).get_state(),
         "pair": (torch.arange(3.0), {"deep": torch.ones(2)}),
         "groups": [{"lr": 0.1, "weight": torch.full((3,), float(seed))}, {"lr": 0.2}],
-        "set": {1, 2},
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-    }
+        "set": {1, 2}, "size": torch.Size([2, 3]), "dtype": torch.bfloat16,
+    }  # fmt: skip
 
 
 class Net(nn.Module):

@@ -17,14 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptstore.errors import (
-    CkptStoreError,
-    CorruptObjectError,
-    InvalidInputError,
-    LimitError,
-    StateError,
-    TensorNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Node, decode, encode, iter_leaves, prune
@@ -105,11 +98,11 @@ def test_patterns() -> None:
     assert match_paths(paths, ["x[0]"]) == [("x[0]",)]
     assert match_paths(paths, [("a", 0)]) == [("a", 0)]
     assert path_text(paths[-1]) == "b'k'.(1, 2)"
-    with pytest.raises(TensorNotFoundError, match=r"matches 'modle\.\*'"):
+    with pytest.raises(errors.TensorNotFoundError, match=r"matches 'modle\.\*'"):
         match_paths(paths, ["a", "modle.*"])
-    with pytest.raises(InvalidInputError, match="list of patterns"):
+    with pytest.raises(errors.InvalidInputError, match="list of patterns"):
         match_paths(paths, "a")
-    with pytest.raises(InvalidInputError, match="string or a tuple"):
+    with pytest.raises(errors.InvalidInputError, match="string or a tuple"):
         match_paths(paths, [3])  # type: ignore[list-item]
 
 
@@ -118,12 +111,12 @@ def test_lookup() -> None:
     paths: list[Any] = [("a.b", "c"), ("a", "b.c"), ("x", 0), ("x", "0"), ("only", 1)]
     assert find_path(paths, "only.1") == ("only", 1)
     assert find_path(paths, ("x", "0")) == ("x", "0")
-    with pytest.raises(InvalidInputError, match="names 2 leaves") as caught:
+    with pytest.raises(errors.InvalidInputError, match="names 2 leaves") as caught:
         find_path(paths, "a.b.c")
     assert "('a.b', 'c')" in str(caught.value)
-    with pytest.raises(TensorNotFoundError, match=r"did you mean 'only\.1'"):
+    with pytest.raises(errors.TensorNotFoundError, match=r"did you mean 'only\.1'"):
         find_path(paths, "onyl.1")
-    with pytest.raises(TensorNotFoundError):
+    with pytest.raises(errors.TensorNotFoundError):
         find_path(paths, ("nowhere",))
 
 
@@ -207,7 +200,7 @@ def test_damaged_nodes(node: Any) -> None:  # noqa: ANN401
     """Each breach of the grammar is refused, and the message has the path."""
     states: list[Any] = [node, ["d", "key", ["l", 1, node]]]
     for state in states:
-        with pytest.raises(CorruptObjectError) as caught:
+        with pytest.raises(errors.CorruptObjectError) as caught:
             validate(state, SIZES)
     assert "'key" in str(caught.value)
 
@@ -221,11 +214,11 @@ def _nested(depth: int) -> list[Any]:
 
 def test_nesting() -> None:
     """Deep nesting is refused by the checker, and very deep nesting by the decoder."""
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         validate(_nested(100), [])
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         validate(["d", ["t", ["t", *_nested(80)[1:]]], 1], [])
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         decode(b"\x91" * 1_000_000 + b"\xc0")
 
 
@@ -234,32 +227,32 @@ def test_keys_cannot_nest_without_end() -> None:
     key: list[Any] = ["t"]
     for _ in range(100):
         key = ["t", key]
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         validate(["d", key, 1], [])
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         validate(["s", key], [])
 
 
 def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More nodes, containers or bytes than a state may have are refused before they are built."""
     monkeypatch.setattr("ckptstore.limits.STATE_NODES_MAX", 1000)
-    with pytest.raises(LimitError, match="values"):
+    with pytest.raises(errors.LimitError, match="values"):
         validate(["l", *range(2000)], [])
-    with pytest.raises(LimitError, match="values"):
+    with pytest.raises(errors.LimitError, match="values"):
         validate(["s", *range(2000)], [])
-    with pytest.raises(LimitError, match="containers"):
+    with pytest.raises(errors.LimitError, match="containers"):
         decode(encode(["l"])[:-2] + b"\xdd\x00\x00\x10\x00" + b"\x90" * 4096)
     monkeypatch.setattr("ckptstore.limits.SKELETON_BYTES_MAX", 100)
-    with pytest.raises(LimitError, match="bytes"):
+    with pytest.raises(errors.LimitError, match="bytes"):
         decode(b"\xc0" * 101)
-    with pytest.raises(LimitError, match="bytes"):
+    with pytest.raises(errors.LimitError, match="bytes"):
         encode("x" * 101)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x92\x01", b"\xa5ab", b"\xa1\xff", b"\x01\x01"])
 def test_not_msgpack(data: bytes) -> None:
     """Truncated, overlong and invalid bytes are refused."""
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         decode(data)
 
 
@@ -271,7 +264,7 @@ def test_pickles_are_only_bytes() -> None:
             return os.abort, ()
 
     data = pickle.dumps(Bomb())
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         validate(decode(data), [])
     validate(decode(encode(["l", data])), [])
 
@@ -293,13 +286,13 @@ def _record(
 )  # fmt: skip
 def test_damaged_records(record: Any) -> None:  # noqa: ANN401
     """Records whose size, dtype or order is wrong get no memory."""
-    with pytest.raises(CorruptObjectError):
+    with pytest.raises(errors.CorruptObjectError):
         Restorer(["T", 0], [record])
 
 
 def test_records_beyond_memory() -> None:
     """A record of more bytes than there are is a typed error."""
-    with pytest.raises(LimitError, match="no memory"):
+    with pytest.raises(errors.LimitError, match="no memory"):
         Destination(_record("uint8", (1 << 60,), 1 << 60))
 
 
@@ -336,7 +329,7 @@ MISFITS: list[Any] = [
 @pytest.mark.parametrize("node", MISFITS, ids=map(str, range(len(MISFITS))))
 def test_values_that_cannot_be_made(node: Any) -> None:  # noqa: ANN401
     """What the grammar allows and the libraries refuse arrives as a typed error with the path."""
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         _load(["d", "key", node], U8)
 
 
@@ -403,7 +396,7 @@ COMPOSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", sorted(COMPOSED))
 def test_objects_of_built_in_adapters_that_cannot_be_made(name: str) -> None:
     """A typed error: of a class that is not listed, and of parts that make no such object."""
-    with pytest.raises(CkptStoreError):
+    with pytest.raises(errors.CkptStoreError):
         _load(["d", "key", COMPOSED[name]], U8, _record("uint8", (1,), 1))
 
 
@@ -412,7 +405,7 @@ def test_names_from_a_store_are_never_imported(monkeypatch: pytest.MonkeyPatch) 
     asked: list[str] = []
     monkeypatch.setattr("importlib.import_module", asked.append)
     for name in ("os.system", "torchao.evil.Class", "ckptstore.tensors.builtin.SPARSE", ".", "a"):
-        with pytest.raises(StateError, match="which is not given"):
+        with pytest.raises(errors.StateError, match="which is not given"):
             _load(_composed(name), U8)
     assert asked == []
 
@@ -434,6 +427,6 @@ def test_random_damage() -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         try:
             _load(decode(bytes(data)), *records)
-        except CkptStoreError:
+        except errors.CkptStoreError:
             refused += 1
     assert refused > 1000
