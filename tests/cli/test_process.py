@@ -291,7 +291,7 @@ def test_top_ends_with_one_line(history: Path) -> None:
                 stopped = True
             if process.poll() is not None:
                 break
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     finally:
         process.kill()
         os.close(ours)

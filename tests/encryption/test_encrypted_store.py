@@ -386,7 +386,7 @@ def test_forked_children_never_share_a_salt(tmp_path: Path) -> None:
     children = [context.Process(target=_salts, args=(backend, str(n), answer)) for n in range(4)]
     for child in children:
         child.start()
-    salts = [head for _ in children for head in answer.get(timeout=60)]
+    salts = [head for _ in children for head in answer.get(timeout=600)]
     for child in children:
         child.join(60)
         assert child.exitcode == 0

@@ -206,7 +206,7 @@ class Gate(WrapperBackend):
             self.peak = max(self.peak, self.held)
             self.most = max(self.most, self.reads)
             self.lock.notify_all()
-            assert self.lock.wait_for(lambda: self.most >= self.at_once, timeout=60)
+            assert self.lock.wait_for(lambda: self.most >= self.at_once, timeout=600)
         self.inner.read_into(key, offset, buffers)
         with self.lock:
             self.reads -= 1

@@ -32,7 +32,6 @@ def tracked(kind: str, folder: Path, url: str, options: dict[str, Any]) -> dict[
         input=json.dumps(options),  # W&B stores the arguments of the program
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

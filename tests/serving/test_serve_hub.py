@@ -53,9 +53,7 @@ def hub(server: Server, tmp_path: Path) -> dict[str, str]:
 
 
 def _run(hub: dict[str, str], *command: str) -> str:
-    done = subprocess.run(
-        command, env=hub, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = subprocess.run(command, env=hub, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
