@@ -6,14 +6,18 @@ import base64
 import hashlib
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
+from pathlib import Path
 from typing import Any
 
 import pytest
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
+from webserver import certificate
 
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
@@ -30,10 +34,14 @@ class Recorder:
     port: int = 0
     asked: list[tuple[str, str, Message, bytes]] = field(default_factory=list)
     answers: list[tuple[int, str]] = field(default_factory=list)
+    tls: Path | None = None
+    """Certificate and key."""
+    closes: bool = False
+    """Whether each connection ends with its answer."""
 
     def backend(self, kind: str) -> Backend:
         """Open the backend of a service, without retries."""
-        place = f"http://127.0.0.1:{self.port}"
+        place = f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
         key = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
         line = f"{key};BlobEndpoint={place}/{AZURE_ACCOUNT}"
         s3 = {"key": "k", "secret": "s", "endpoint_url": place}
@@ -44,6 +52,8 @@ class Recorder:
             "azure": ("az", {"connection_string": line}),
         }
         scheme, options = kinds[kind]
+        if self.tls is not None:
+            options["client_kwargs"]["verify"] = str(self.tls)
         return open_backend(f"{scheme}://bucket/p", retry=False, **options)
 
 
@@ -75,6 +85,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header(name, code or '"1"')
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
+        if self.recorder.closes:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -85,16 +97,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    """Run the server."""
-    found = Recorder()
+@contextmanager
+def recording(found: Recorder) -> Iterator[Recorder]:
+    """Run the server, at its port if it has one."""
     handler = type("Handler", (_Handler,), {"recorder": found})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", found.port), handler) as server:
         found.port = server.server_port
+        if found.tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(found.tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield found
         server.shutdown()
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """Run the server."""
+    with recording(Recorder()) as found:
+        yield found
 
 
 def _written(backend: Backend) -> None:
@@ -162,6 +184,28 @@ def test_requests_of_the_short_path_are_counted(recorder: Recorder, kind: str, t
     figures = ledger.figures()
     assert sum(one.thin_count for one in figures.values()) == thin
     assert sum(one.requests_count for one in figures.values()) == len(recorder.asked) == 6
+
+
+def test_each_connection_of_the_short_path_checks_the_certificate(tmp_path: Path) -> None:
+    """It trusts the bundle that the user names, and no server in the place of the first."""
+    for name in ("trusted", "other"):
+        (tmp_path / name).mkdir()
+    found = Recorder(tls=certificate(tmp_path / "trusted"), closes=True)
+    large, part = bytes(range(256)) * (limits.SIGNED_BODY_BYTES_MAX // 256), bytearray(9000)
+    with recording(found), operation("test") as ledger:
+        backend = found.backend("s3")
+        for key in "ab":
+            backend.put(key, large)
+        backend.read_into("a", 500, [memoryview(part)])
+    assert [body for method, *_, body in found.asked if method == "PUT"] == [large] * 2
+    assert bytes(part) == _DATA[500:9500]
+    assert sum(one.thin_count for one in ledger.figures().values()) == 2
+
+    found.asked.clear()
+    found.tls = certificate(tmp_path / "other")
+    with recording(found), pytest.raises(errors.TransientStorageError, match="put c: Protocol"):
+        backend.put("c", large)
+    assert not found.asked
 
 
 _BUSY, _UNCLEAR = errors.TransientStorageError, errors.AmbiguousWriteError
