@@ -23,6 +23,7 @@ from ckptstore import errors, limits
 from ckptstore.backends import base
 from ckptstore.backends.azure_settings import NO_CREDENTIALS, open_container, read_settings
 from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign, Wait
+from ckptstore.backends.buffers import BufferPool
 from ckptstore.backends.httperrors import answer_of, error_for_answer, error_for_silence
 from ckptstore.backends.parted_writer import PartedWriter
 from ckptstore.backends.per_process import PerProcess
@@ -58,6 +59,10 @@ class AzureBackend(BucketBackend[Foreign]):
     def capabilities(self) -> base.Capabilities:
         """Return the properties of an object store; ranges are received in place."""
         return replace(super().capabilities, scatter_read=True, part_bytes=limits.PART_BYTES)
+
+    def staging(self) -> BufferPool:
+        """Return the memory of parts."""
+        return self._sender.get().pool
 
     def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that sends blocks, or one Put Blob if it is small."""
@@ -298,15 +303,15 @@ class _Upload:
     key: str
     storage_class: str
 
-    def whole(self, body: memoryview) -> None:
-        self.backend._upload(self.key, bytes(body), storage_class=self.storage_class)
+    def whole(self, body: base.Buffers) -> None:
+        self.backend._upload(self.key, b"".join(body), storage_class=self.storage_class)
 
     def begin(self) -> None:
         """Do nothing: the first block begins the blob."""
 
-    def part(self, number: int, body: memoryview) -> str:
+    def part(self, number: int, body: base.Buffers) -> str:
         block = f"{number:06d}"  # ids of one blob have one length
-        data, what = bytes(body), f"put block {number} of {self.key}"
+        data, what = b"".join(body), f"put block {number} of {self.key}"
 
         def stage(blob: Foreign) -> None:
             """Send the block, with an MD5."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
@@ -26,6 +26,7 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, InvalidKeyError, ReadOnlyError
 
 if TYPE_CHECKING:
+    from ckptstore.backends.buffers import BufferPool
     from ckptstore.backends.per_process import PerProcess
     from ckptstore.backends.storage_classes import ColdStorage
     from ckptstore.backends.transfers import Recorder
@@ -38,7 +39,7 @@ __all__ = [
 Buffer = bytes | bytearray | memoryview
 """Bytes to write."""
 Buffers = Sequence[memoryview]
-"""Memory that a read fills, one buffer after another."""
+"""Memory that a read fills, or whose bytes a request sends, one buffer after another."""
 
 _SEGMENT = r"[a-z0-9][a-z0-9._-]*"
 _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*\Z")
@@ -188,6 +189,14 @@ class ObjectWriter(ABC):
             The storage failed; only ``abort`` may follow.
         """
 
+    def write_kept(self, data: Sequence[Buffer], done: Callable[[], None]) -> None:
+        """Append memory that stays as it is until `done` is called, from any thread.
+
+        After an error, which is one of :meth:`write`, `done` may never be called.
+        """
+        self.write(data)
+        done()
+
     @abstractmethod
     def commit(self) -> None:
         """Make the object visible under its key; returns when it is durable.
@@ -230,6 +239,13 @@ class Backend(ABC):
     transfers: PerProcess[Recorder] | None = None
     """Figures of its requests; None if it does not count them: then the retry wrapper counts the
     calls."""
+
+    def staging(self) -> BufferPool | None:
+        """Return memory for what is given to ``write_kept``; None if writers copy it, or send it.
+
+        A buffer from there may be handed over, and be given back when the writer is done with it.
+        """
+        return None
 
     @property
     @abstractmethod

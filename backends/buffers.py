@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +35,7 @@ class BufferPool:
     """
 
     def __init__(self, *, buffer_bytes: int, kept_max: int, kept_bytes: int) -> None:
-        self._buffer_bytes = buffer_bytes
+        self.buffer_bytes = buffer_bytes
         self._kept_max = kept_max
         self._kept_bytes = kept_bytes
         self._free: deque[Memory] = deque(maxlen=kept_max)
@@ -44,15 +45,21 @@ class BufferPool:
         try:
             return self._free.pop()
         except IndexError:
-            size = max(self._buffer_bytes, 1)
+            size = max(self.buffer_bytes, 1)
             return Memory(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def give(self, buffer: Memory) -> None:
         """Take a buffer back."""
-        if len(buffer.memory) > 2 * self._buffer_bytes:
+        if len(buffer.memory) > 2 * self.buffer_bytes:
             return
         if buffer.touched + sum(kept.touched for kept in self._free.copy()) <= self._kept_bytes:
             self._free.append(buffer)
+
+    def trim(self, kept_bytes: int) -> None:
+        """Release the buffers beyond so many bytes, those first that were not used for longest."""
+        with suppress(IndexError):  # another thread took the last
+            while sum(kept.touched for kept in self._free.copy()) > kept_bytes:
+                self._free.popleft()
 
     def clear(self) -> None:
         """Release the memory."""
@@ -60,4 +67,4 @@ class BufferPool:
 
     def __reduce__(self) -> tuple[object, ...]:
         kept = {"kept_max": self._kept_max, "kept_bytes": self._kept_bytes}
-        return partial(BufferPool, buffer_bytes=self._buffer_bytes, **kept), ()
+        return partial(BufferPool, buffer_bytes=self.buffer_bytes, **kept), ()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ckptstore import limits
-from ckptstore.backends.buffers import BufferPool, Memory
+from ckptstore.backends.buffers import BufferPool
 from ckptstore.backends.transfers import Threads
 
 PARTS_KEPT: Final = 16
@@ -35,9 +35,7 @@ class PartSender:
         threads = min(most, max(1, memory_bytes // SMALL_PART_BYTES))
         self._threads = Threads(threads, thread_name_prefix="ckptstore-part")
         each = limits.PART_BYTES
-        self._memory = BufferPool(
-            buffer_bytes=each, kept_max=PARTS_KEPT, kept_bytes=PARTS_KEPT * each
-        )
+        self.pool = BufferPool(buffer_bytes=each, kept_max=2 * most, kept_bytes=self._most_bytes)
         self._changed = threading.Condition()
         self._held_bytes = 0
         self._sending = 0
@@ -49,8 +47,8 @@ class PartSender:
         small = self._since_idle < SMALL_PARTS_MAX
         return SMALL_PART_BYTES if small else limits.PART_BYTES
 
-    def take(self, size: int) -> Memory:
-        """Return memory for a part; waits while there is none and parts are on their way.
+    def take(self, size: int) -> None:
+        """Count the bytes of a part; waits while there are too many and parts are on their way.
 
         When none is on its way, nobody would give memory back: every writer holds a part that is
         not full, or one that is sent again at its commit. Then there is one more.
@@ -60,14 +58,15 @@ class PartSender:
                 self._changed.wait()
             self._since_idle = self._since_idle + 1 if self._held_bytes else 1
             self._held_bytes += size
-        return self._memory.take()
 
-    def give(self, memory: Memory, size: int) -> None:
-        """Take the memory of a part of this size back."""
-        self._memory.give(memory)
+    def give(self, size: int) -> None:
+        """Count the bytes of a part as free again."""
         with self._changed:
             self._held_bytes -= size
+            idle = not self._held_bytes
             self._changed.notify_all()
+        if idle:
+            self.pool.trim(PARTS_KEPT * limits.PART_BYTES)
 
     def start(self, send: Callable[[], None]) -> None:
         """Call `send` in a thread."""
@@ -86,4 +85,4 @@ class PartSender:
     def close(self) -> None:
         """Wait for the threads, and release the memory."""
         self._threads.shutdown()
-        self._memory.clear()
+        self.pool.clear()

@@ -9,12 +9,12 @@ Measured against small packs: docs/design/0025-width.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
+from ckptstore.backends.base import Buffer, Buffers, ObjectWriter, parts_of
 from ckptstore.backends.buffers import Memory
 from ckptstore.backends.part_sender import PartSender
 from ckptstore.byte_copies import copy_bytes
@@ -28,13 +28,13 @@ class Upload(Protocol):
     Bodies are free again when a call returns or raises. ``part`` is called from several threads.
     """
 
-    def whole(self, body: memoryview) -> None:
+    def whole(self, body: Buffers) -> None:
         """Send the object in one request."""
 
     def begin(self) -> None:
         """Begin an upload in parts."""
 
-    def part(self, number: int, body: memoryview) -> Any:  # noqa: ANN401 - of the storage
+    def part(self, number: int, body: Buffers) -> Any:  # noqa: ANN401 - of the storage
         """Send part `number`, from 1 on, in place of an earlier try; return its receipt."""
 
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
@@ -45,11 +45,25 @@ class Upload(Protocol):
 
 
 @dataclass(slots=True)
+class _Kept:
+    """Memory that was handed over, and the number of parts that hold some of it."""
+
+    done: Callable[[], None]
+    parts_count: int = 1
+    """One more while it is written."""
+
+
+@dataclass(slots=True)
 class _Part:
     """One part of an object."""
 
-    memory: Memory
-    size: int
+    body: list[memoryview] = field(default_factory=list)
+    size: int = 0
+    """Bytes of the body."""
+    memory: Memory | None = None
+    """Bytes of the body that were copied, from its beginning on."""
+    copied: int = 0
+    kept: list[_Kept] = field(default_factory=list)
     receipt: Any = None
     """The storage's; None until it was sent."""
     failure: BaseException | None = None
@@ -68,9 +82,8 @@ class PartedWriter(ObjectWriter):
         self._sender = sender
         self._part_bytes = sender.part_bytes()
         """One for the whole object: some services refuse others."""
-        self._memory: Memory | None = None
-        self._size = 0
-        """Bytes of the part that is collected."""
+        self._open: _Part | None = None
+        """The part that is collected."""
         self._parts: list[_Part] = []
         self._changed = threading.Condition()
         """Guards the parts and what follows."""
@@ -81,25 +94,56 @@ class PartedWriter(ObjectWriter):
         self._begun = False
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        """Append; sends each part that is full once there is more."""
-        if self._finished:
-            raise ValueError("this writer is finished")
-        self._raise_failures(transient=False)
+        """Append a copy; sends each part that is full once there is more."""
+        self._check()
         for one in parts_of(data):
             view = memoryview(one).cast("B")
             while len(view):
-                if self._size == self._part_bytes:
-                    self._close_part()
-                if self._memory is None:
-                    self._memory = self._sender.take(self._part_bytes)
-                count = min(len(view), self._part_bytes - self._size)
-                end = self._size + count
-                with memoryview(self._memory.memory) as whole, whole[self._size : end] as place:
-                    prefault(place)
-                    copy_bytes(place, view[:count])
-                self._size = end
-                self._memory.touched = max(self._memory.touched, self._size)
+                part = self._part()
+                memory = part.memory = part.memory or self._sender.pool.take()
+                count = min(len(view), self._part_bytes - part.size)
+                end = part.copied + count
+                with memoryview(memory.memory) as whole:
+                    place = whole[part.copied : end]
+                prefault(place)
+                copy_bytes(place, view[:count])
+                memory.touched = max(memory.touched, end)
+                part.copied = end
+                part.body.append(place)
+                part.size += count
                 view = view[count:]
+
+    def write_kept(self, data: Sequence[Buffer], done: Callable[[], None]) -> None:
+        """Append without a copy."""
+        self._check()
+        kept = _Kept(done)
+        for one in data:
+            view = memoryview(one).cast("B")
+            while len(view):
+                part = self._part()
+                count = min(len(view), self._part_bytes - part.size)
+                part.body.append(view[:count])
+                part.size += count
+                if kept not in part.kept[-1:]:
+                    part.kept.append(kept)
+                    with self._changed:
+                        kept.parts_count += 1
+                view = view[count:]
+        self._release(kept)
+
+    def _check(self) -> None:
+        if self._finished:
+            raise ValueError("this writer is finished")
+        self._raise_failures(transient=False)
+
+    def _part(self) -> _Part:
+        """Return the part that is collected, which has room."""
+        if self._open is not None and self._open.size == self._part_bytes:
+            self._close_part()
+        if self._open is None:
+            self._sender.take(self._part_bytes)
+            self._open = _Part()
+        return self._open
 
     def commit(self) -> None:
         """Send what is left, wait for all parts, and show the object."""
@@ -107,9 +151,7 @@ class PartedWriter(ObjectWriter):
             return
         self._raise_failures(transient=False)  # a write that raised has not taken its bytes
         if not self._parts:
-            memory = b"" if self._memory is None else self._memory.memory
-            with memoryview(memory) as whole, whole[: self._size] as body:
-                self._upload.whole(body)
+            self._upload.whole([] if self._open is None else self._open.body)
         else:
             self._close_part()
             for number, part in enumerate(self._parts, 1):
@@ -139,23 +181,37 @@ class PartedWriter(ObjectWriter):
     def _finish(self) -> None:
         """Return the memory that no thread uses."""
         self._finished = True
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            self._sender.give(memory, self._part_bytes)
+        part, self._open = self._open, None
         with self._changed:
-            kept = [part for part in self._parts if part.failure is not None]
-            for part in kept:
-                part.failure = None
-        for part in kept:
-            self._sender.give(part.memory, self._part_bytes)
+            held = [part for part in self._parts if part.failure is not None]
+            for failed in held:
+                failed.failure = None
+        for one in held if part is None else [*held, part]:
+            self._give_back(one)
+
+    def _give_back(self, part: _Part) -> None:
+        """Return the memory of a part that is not needed any more."""
+        part.body.clear()
+        while part.kept:
+            self._release(part.kept.pop())
+        memory, part.memory = part.memory, None
+        if memory is not None:
+            self._sender.pool.give(memory)
+        self._sender.give(self._part_bytes)
+
+    def _release(self, kept: _Kept) -> None:
+        """Note that one part fewer holds this memory."""
+        with self._changed:
+            kept.parts_count -= 1
+            last = not kept.parts_count
+        if last:
+            kept.done()
 
     def _close_part(self) -> None:
         """Send the part that was collected."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            part = _Part(memory, self._size)
+        part, self._open = self._open, None
+        if part is not None:
             self._parts.append(part)
-            self._size = 0
             self._start(len(self._parts), part)
 
     def _start(self, number: int, part: _Part) -> None:
@@ -170,8 +226,7 @@ class PartedWriter(ObjectWriter):
         try:
             if not self._dropped:
                 self._begin()
-                with memoryview(part.memory.memory) as whole, whole[: part.size] as body:
-                    part.receipt = self._upload.part(number, body)
+                part.receipt = self._upload.part(number, part.body)
         except BaseException as error:  # noqa: BLE001 - raised by the next call of the owner
             failure = error
         with self._changed:
@@ -181,7 +236,7 @@ class PartedWriter(ObjectWriter):
             last = self._dropped and not self._under_way
             self._changed.notify_all()
         if done:
-            self._sender.give(part.memory, self._part_bytes)
+            self._give_back(part)
         if last:
             self._abandon()
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 from ckptstore import errors, limits
 from ckptstore.backends import base, bucket, storage_classes
 from ckptstore.backends.bucket import Foreign, Wait
+from ckptstore.backends.buffers import BufferPool
 from ckptstore.backends.parted_writer import PartedWriter, gone
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3_calls import Request, S3Calls, code_of, read_settings, translate
@@ -62,6 +63,10 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         return replace(
             super().capabilities, scatter_read=self._scatter_read, part_bytes=limits.PART_BYTES
         )
+
+    def staging(self) -> BufferPool:
+        """Return the memory of parts."""
+        return self._sender.get().pool
 
     def open_writer(self, key: str) -> base.ObjectWriter:
         """Return a writer that sends a multipart upload, or one PUT if it is small."""
@@ -118,8 +123,8 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
             query["KeyMarker"] = page["NextKeyMarker"]
             query["UploadIdMarker"] = page["NextUploadIdMarker"]
 
-    def _body(self, key: str, data: base.Buffer) -> memoryview:
-        return memoryview(data).cast("B")
+    def _body(self, key: str, data: base.Buffer) -> base.Buffers:
+        return [memoryview(data).cast("B")]
 
     def _upload(
         self, key: str, body: bucket.Foreign, *, conditional: bool = False, storage_class: str = ""
@@ -186,10 +191,10 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
 
     def _send(
-        self, what: str, method: str, request: Request, body: memoryview, **condition: bool
+        self, what: str, method: str, request: Request, body: base.Buffers, **condition: bool
     ) -> bucket.Foreign:
         """Send a request with a body."""
-        size = len(body)
+        size = sum(map(len, body))
         return self._run(
             what, lambda calls: calls.send(method, request, body), size_bytes=size, **condition
         )
@@ -212,7 +217,7 @@ class _Upload:
     def __post_init__(self) -> None:
         self._object = self.backend._object(self.key)
 
-    def whole(self, body: memoryview) -> None:
+    def whole(self, body: base.Buffers) -> None:
         self.backend._upload(self.key, body, storage_class=self.storage_class)
 
     def begin(self) -> None:
@@ -222,7 +227,7 @@ class _Upload:
         answer = self._call("begin", "create_multipart_upload", request)
         self.upload_id = answer["UploadId"]
 
-    def part(self, number: int, body: memoryview) -> dict[str, Any]:
+    def part(self, number: int, body: base.Buffers) -> dict[str, Any]:
         request = self._uploaded() | {"PartNumber": number}
         try:
             what = f"put part {number} of {self.key}"

@@ -58,8 +58,8 @@ class S3Calls(Protocol):
     def call(self, method: str, request: Request) -> Foreign:
         """Return the answer of a call without a body; `method` is its name in snake case."""
 
-    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
-        """Send an object or a part of one; `body` is free again when this returns or raises."""
+    def send(self, method: str, request: Request, body: Buffers) -> Foreign:
+        """Send an object or a part of one; its memory is free again when this returns or raises."""
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""

@@ -52,15 +52,15 @@ class DirectCalls:
         """Return the answer of a call."""
         return getattr(self._client, method)(**self._request, **request)
 
-    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
+    def send(self, method: str, request: Request, body: Buffers) -> Foreign:
         """Send a body: a small one signed with its SHA-256, a large one as by ``_seal``."""
-        if len(body) < limits.SIGNED_BODY_BYTES_MAX:
-            return self.call(method, request | {"Body": bytes(body)})
+        if sum(map(len, body)) < limits.SIGNED_BODY_BYTES_MAX:
+            return self.call(method, request | {"Body": b"".join(body)})
         answer = self._send_thin(method, request, body)
         if answer is not None:
             answer.content()
             return {"ETag": answer.headers.get("ETag", "")}
-        sending = _Sending(body)
+        sending = _Sending(body[0] if len(body) == 1 else memoryview(b"".join(body)))
         try:
             return self.call(method, request | {"Body": sending})
         finally:
@@ -99,8 +99,8 @@ class DirectCalls:
         return receive_into(stream, buffers)
 
     def _send_thin(
-        self, method: str, request: Request, body: memoryview | None = None, limit_s: float = 0.0
-    ) -> wire.HttpAnswer | None:
+        self, method: str, request: Request, body: Buffers = (), limit_s: float = 0.0
+    ) -> wire.Answer | None:
         """Return the answer to a request, or None if the client has to send it."""
         if self._thin is None:
             return None
@@ -180,7 +180,7 @@ class _Sending(io.RawIOBase):
         self.view = memoryview(b"")
 
 
-def _head(answer: wire.HttpAnswer) -> dict[str, Any]:
+def _head(answer: wire.Answer) -> dict[str, Any]:
     """Return the head of the answer to a GET, as the client has it."""
     said = answer.headers.get("Content-Length", "")
     return {
@@ -196,7 +196,7 @@ def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
         return
     signed, checked = protection(params["url"], model.name)
     if checked:
-        params["headers"]["x-amz-checksum-crc32"] = crc32(body.view)
+        params["headers"]["x-amz-checksum-crc32"] = crc32([body.view])
     context = params["context"]
     config = context["client_config"]
     chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}

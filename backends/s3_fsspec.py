@@ -38,11 +38,11 @@ class S3fsCalls:
 
         return sync(self._fs.loop, call)
 
-    def send(self, method: str, request: Request, body: memoryview) -> Foreign:
+    def send(self, method: str, request: Request, body: Buffers) -> Foreign:
         """Send a body with its MD5, which the server compares."""
-        digest = hashlib.md5(body, usedforsecurity=False).digest()
-        # A copy: after a timeout the event loop may still be sending.
-        sealed = {"Body": Body(body), "ContentMD5": base64.b64encode(digest).decode()}
+        data = b"".join(body)  # a copy: after a timeout the event loop may still be sending
+        digest = hashlib.md5(data, usedforsecurity=False).digest()
+        sealed = {"Body": Body(data), "ContentMD5": base64.b64encode(digest).decode()}
         return self.call(method, request | sealed)
 
     def read(self, request: Request, accept: Accept) -> bytes:

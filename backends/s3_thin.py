@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
@@ -25,6 +26,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.parsers import create_parser
 
 from ckptstore.backends import wire
+from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.s3_calls import Request
 from ckptstore.config import SYSTEM
@@ -52,7 +54,6 @@ _SIGNING: Final = {"region", "signing_name", "disableDoubleEncoding"}
 """Entries of botocore's signing context that are understood here."""
 _CALM_S: Final = 10.0
 """Seconds after a refusal in which the client sends bodies: it asks before it does (status 100)."""
-_EMPTY: Final = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,8 @@ class ThinCalls:
                 client.meta.events.register(f"before-sign.s3.{name}", self._learn)
 
     def send(
-        self, method: str, request: Request, body: memoryview | None = None, limit_s: float = 0.0
-    ) -> wire.HttpAnswer | None:
+        self, method: str, request: Request, body: Buffers = (), limit_s: float = 0.0
+    ) -> wire.Answer | None:
         """Send one request; return the answer if it is a success, with the body of a GET unread.
 
         Parameters
@@ -124,13 +125,13 @@ class ThinCalls:
         at, operation = self._endpoint, _OPERATIONS[method]
         if at is None or at.bucket != request["Bucket"] or not _KNOWN.issuperset(request):
             return None
-        if body is not None and SYSTEM.monotonic() < self._refused_at + _CALM_S:
+        if body and SYSTEM.monotonic() < self._refused_at + _CALM_S:
             return None
         named = ((name, str(request[key])) for key, name in _QUERY.items() if key in request)
         query = "&".join(f"{name}={quote(value, safe='-._~')}" for name, value in named)
         path = at.path + quote(request["Key"], safe="/~")
         headers = {name: request[key] for key, name in _HEADERS.items() if key in request}
-        verb = "GET" if body is None else "PUT"
+        verb = "PUT" if body else "GET"
         headers["Host"] = at.host
         target = f"{path}?{query}" if query else path
         if at.signer is not None:
@@ -147,20 +148,18 @@ class ThinCalls:
         self._refuse(answer, operation)
         return None
 
-    def _digest(
-        self, at: _Endpoint, operation: str, headers: dict[str, str], body: memoryview | None
-    ) -> str:
+    def _digest(self, at: _Endpoint, operation: str, headers: dict[str, str], body: Buffers) -> str:
         """Return the digest of a body in the signature's notation; add its checksum, if any."""
         signed = self._sign_bodies in {None, True}
-        if body is not None and self._sealed:
+        if body and self._sealed:
             signed, checked = protection(at.origin, operation)
             if checked:
                 headers["x-amz-checksum-crc32"] = crc32(body)
         if not signed:
             return "UNSIGNED-PAYLOAD"
-        return _EMPTY if body is None else hashlib.sha256(body).hexdigest()
+        return _sha256(body)
 
-    def _refuse(self, answer: wire.HttpAnswer, operation: str) -> None:
+    def _refuse(self, answer: wire.Answer, operation: str) -> None:
         """Raise the client's error for an answer, or return if the client finds a way on."""
         found = {"status_code": answer.status, "headers": answer.headers, "body": answer.content()}
         if answer.status in {429, 503}:
@@ -226,9 +225,17 @@ def protection(url: str, operation: str) -> tuple[bool, bool]:
     return is_part, not is_part
 
 
-def crc32(body: memoryview) -> str:
+def _sha256(body: Buffers) -> str:
+    digest = hashlib.sha256()
+    for view in body:
+        digest.update(view)
+    return digest.hexdigest()
+
+
+def crc32(body: Buffers) -> str:
     """Return the checksum of a body in S3's notation."""
-    return base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+    checksum = reduce(lambda before, view: zlib.crc32(view, before), body, 0)
+    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib3.exceptions import HTTPError, ProtocolError
 
 from ckptstore import limits
+from ckptstore.backends.base import Buffers
 from ckptstore.backends.width import moved, served_thin
 
 Foreign = Any
@@ -25,7 +26,7 @@ _ERROR_BYTES_MAX: Final = limits.MIB
 """Of the body of an answer that is no object."""
 
 
-class HttpAnswer:
+class Answer:
     """Head of an answer, and its body as long as nobody took it.
 
     It has what :func:`ckptstore.backends.receiving.receive_into` uses of an answer of urllib3.
@@ -76,9 +77,9 @@ def send(
     method: str,
     target: str,
     headers: Mapping[str, str],
-    body: memoryview | None = None,
+    body: Buffers = (),
     limit_s: float = 0.0,
-) -> HttpAnswer:
+) -> Answer:
     """Send one request; return its answer with the body still to be taken.
 
     Parameters
@@ -102,8 +103,8 @@ def send(
     if not all(value.isprintable() for value in headers.values()):
         raise ValueError("a header has control characters")
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {x}" for name, x in headers.items())]
-    if body is not None:
-        lines.append(f"Content-Length: {len(body)}")
+    if body:
+        lines.append(f"Content-Length: {sum(map(len, body))}")
     head = "\r\n".join((*lines, "\r\n")).encode("latin-1")
     connection: Foreign = None
     below: HTTPResponse | None = None
@@ -133,19 +134,20 @@ def send(
             raise _broken(error) from error
         raise
     served_thin()
-    return HttpAnswer(pool, connection, below)
+    return Answer(pool, connection, below)
 
 
-def _write(sock: socket.socket, head: bytes, body: memoryview | None) -> None:
+def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
     """Write a request, its body in steps whose progress is told."""
-    if body is None or type(sock) is not socket.socket:
+    if not body or type(sock) is not socket.socket:
         sock.sendall(head)
     else:
         sock.sendall(head, _MORE)
-    for at in range(0, len(body or b""), limits.STREAM_BYTES):
-        step = body[at : at + limits.STREAM_BYTES]  # type: ignore[index]  # it has bytes
-        sock.sendall(step)
-        moved(len(step))
+    for view in body:
+        for at in range(0, len(view), limits.STREAM_BYTES):
+            step = view[at : at + limits.STREAM_BYTES]
+            sock.sendall(step)
+            moved(len(step))
 
 
 def _broken(error: Exception) -> ProtocolError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ckptstore.backends import base
 from ckptstore.backends.scatter import wanted_bytes
 
 if TYPE_CHECKING:
+    from ckptstore.backends.buffers import BufferPool
     from ckptstore.backends.storage_classes import ColdStorage
 
 T = TypeVar("T")
@@ -118,6 +120,10 @@ class WrapperBackend(base.Backend):
         """Pass on."""
         return self.inner.remarks()
 
+    def staging(self) -> BufferPool | None:
+        """Pass on."""
+        return self.inner.staging()
+
     def cold_storage(self) -> ColdStorage | None:
         """Pass on."""
         return self.inner.cold_storage()
@@ -140,6 +146,10 @@ class WrapperWriter(base.ObjectWriter):
         """Pass on."""
         self.inner.write(data)
 
+    def write_kept(self, data: Sequence[base.Buffer], done: Callable[[], None]) -> None:
+        """Pass on."""
+        self.inner.write_kept(data, done)
+
     def commit(self) -> None:
         """Pass on."""
         self.inner.commit()
@@ -160,6 +170,10 @@ class _HookedWriter(WrapperWriter):
     def write(self, data: base.Buffer | Sequence[base.Buffer]) -> None:
         size = bytes_of(data)
         self._backend.around("writer.write", self._key, lambda: self.inner.write(data), size)
+
+    def write_kept(self, data: Sequence[base.Buffer], done: Callable[[], None]) -> None:
+        write = partial(self.inner.write_kept, data, done)
+        self._backend.around("writer.write", self._key, write, bytes_of(data))
 
     def commit(self) -> None:
         self._backend.around("writer.commit", self._key, self.inner.commit)

@@ -39,6 +39,7 @@ _ZSTD = Zstd()
 _PLANES = Planes()
 CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, _PLANES)}
 """Those that need nothing but the chunk."""
+RAW: Final = _RAW.code
 _NAMED: Final[dict[str, Codec]] = {codec.name: codec for codec in CODECS.values()}
 DELTAS: Final[dict[int, Delta]] = {codec.code: codec for codec in (DELTA, ARRANGED)}
 """Those that need another piece besides; see :class:`BaseData`."""

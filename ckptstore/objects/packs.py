@@ -166,13 +166,23 @@ class PackSink:
         """Bytes of all packs so far, headers and indexes included."""
         self.packs_count = 0
 
-    def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
-        """Write one chunk and return where it lies; `encoded` may be reused afterwards.
+    def append(
+        self,
+        turn: int,
+        encoded: Encoded,
+        chunk_id: bytes,
+        raw_bytes: int,
+        done: Callable[[], None] | None = None,
+    ) -> Placed:
+        """Write one chunk and return where it lies.
 
         Parameters
         ----------
         turn
             Picks the stream; callers that run at once pass different numbers.
+        done
+            Called, from any thread, when the memory of `encoded` may be reused; without it, that is
+            when this returns.
 
         Raises
         ------
@@ -189,7 +199,6 @@ class PackSink:
             checksum=xxh3_64_of(encoded.parts),
             chunk_id=chunk_id,
         ).to_bytes()
-        parts = [header, *encoded.parts]
         stream = self._streams[turn % len(self._streams)]
         with stream.lock:
             # Only a worker that Ctrl-C hit while it was started: no one waits for such a one.
@@ -197,7 +206,11 @@ class PackSink:
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker
-            stream.writer.write(parts)
+            if done is None:
+                stream.writer.write([header, *encoded.parts])
+            else:
+                stream.writer.write(header)
+                stream.writer.write_kept(encoded.parts, done)
             stored_bytes = encoded.stored_bytes
             placed = Placed(pack=stream.pack, offset=stream.offset, stored_bytes=stored_bytes)
             row = layout.IndexRow(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
+from ckptstore.backends.buffers import BufferPool, Memory
 from ckptstore.byte_copies import copy_bytes
 from ckptstore.chunking import cut, piece_bytes
-from ckptstore.codecs.codec_table import Encoded, encode
+from ckptstore.codecs.codec_table import RAW, Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
@@ -33,6 +35,7 @@ from ckptstore.objects.index import NUMBERS, Base, KnownPieces, Location, number
 from ckptstore.objects.packs import PackSink, plan_packs
 from ckptstore.objects.sources import Source
 from ckptstore.objects.threads import in_threads
+from ckptstore.prefault import prefault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,58 @@ class _Rows:
         return table_of(self._ids, self._numbers, self._packs, self._bases)
 
 
+class _Room:
+    """Memory in which one worker stages chunks; a buffer that was handed over is replaced.
+
+    Parameters
+    ----------
+    size
+        Bytes of the largest chunk.
+    pool
+        Of a backend that sends bytes from memory that it is given; None for others.
+    """
+
+    def __init__(self, size: int, pool: BufferPool | None) -> None:
+        self._kept_min = size * 3 // 4
+        self._pool = pool if pool is not None and size <= pool.buffer_bytes else None
+        copied = size if self._pool is None else max(self._kept_min, limits.SLAB_BYTES)
+        self.own = memoryview(bytearray(copied))
+        """For slabs, and for chunks that the writer copies."""
+        self._memory: Memory | None = None
+
+    def view(self, length: int) -> memoryview:
+        """Return the memory for a chunk of so many bytes."""
+        if not self._may_go(length):
+            return self.own[:length]
+        assert self._pool is not None  # noqa: S101  # for the type checker
+        memory = self._memory = self._memory or self._pool.take()
+        memory.touched = max(memory.touched, length)
+        view = memoryview(memory.memory)[:length]
+        prefault(view)
+        return view
+
+    def hand_over(self, length: int, *, raw: bool) -> Callable[[], None] | None:
+        """Return what the writer calls when it is done with a chunk; None if it has to copy it.
+
+        Parameters
+        ----------
+        length
+            Of the chunk that was staged.
+        raw
+            Whether the writer gets this memory; else it gets the new memory of an encoder.
+        """
+        if not raw:
+            return _nothing
+        if not self._may_go(length) or self._pool is None or self._memory is None:
+            return None
+        memory, self._memory = self._memory, None
+        return partial(self._pool.give, memory)
+
+    def _may_go(self, length: int) -> bool:
+        """Return whether chunks of this length are handed over: a short one keeps too much."""
+        return self._pool is not None and length >= self._kept_min
+
+
 @dataclass(slots=True)
 class _Spent:
     """Where the seconds of one worker went."""
@@ -245,6 +300,7 @@ def write_pieces(
         total=total,
         progress=progress,
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
+        staging=backend.staging(),
         clock=environment.monotonic,
         deltas=deltas,
     )
@@ -277,6 +333,7 @@ class _PieceWrite:
     """Bytes of all tensors."""
     progress: ProgressCallback
     buffer_bytes: int
+    staging: BufferPool | None
     clock: Callable[[], float]
     deltas: Deltas | None
     spent: list[_Spent] = field(default_factory=list)
@@ -309,7 +366,7 @@ class _PieceWrite:
 
     def _worker(self, turn: int) -> Callable[[PieceJob], None]:
         """Return the function that runs the jobs of one thread."""
-        buffer = memoryview(bytearray(self.buffer_bytes))
+        room = _Room(self.buffer_bytes, self.staging)
         shared = True  # whether the last piece was shared: the next one then is, most likely
         spent = _Spent()
         with self.lock:
@@ -319,15 +376,15 @@ class _PieceWrite:
             """Write the pieces of one job."""
             nonlocal shared
             if job.small:
-                self._small_pieces(turn, job, buffer, spent)
+                self._small_pieces(turn, job, room.own, spent)
             else:
-                shared = self._large_piece(turn, job, buffer, spent, shared=shared)
+                shared = self._large_piece(turn, job, room, spent, shared=shared)
             self._advance(job.length)
 
         return run
 
     def _large_piece(
-        self, turn: int, job: PieceJob, buffer: memoryview, spent: _Spent, *, shared: bool
+        self, turn: int, job: PieceJob, room: _Room, spent: _Spent, *, shared: bool
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
         source, slot, foreseen = job.sources[0], job.slots[0], job.foreseen[0]
@@ -341,7 +398,7 @@ class _PieceWrite:
             if self._share(slot, blake3_digest(piece), job.length):
                 spent.hashing_s += self.clock() - began
                 return True
-        staged = buffer[: job.length]
+        staged = room.view(job.length)
         _stage(source, job.start, staged)
         piece_id = blake3_digest(staged)
         hashed = self.clock()
@@ -349,12 +406,13 @@ class _PieceWrite:
         if self._share(slot, piece_id, job.length):
             return True
         if self._claim(slot, piece_id):
-            base = None
+            base = done = None
             if self.deltas is None:
                 encoded = encode(staged, job.layout, self.choice)
+                done = room.hand_over(job.length, raw=encoded.codec == RAW)
             else:
                 encoded, base = self.deltas.encode(slot, piece_id, staged, job.layout)
-            place = self._append(turn, encoded, piece_id, job.length, spent, hashed)
+            place = self._append(turn, encoded, piece_id, job.length, spent, hashed, done)
             self.rows.fill(slot, piece_id, job.length, replace(place, base=base))
             self.rows.stored_new[slot] = place.stored_bytes + CHUNK_HEADER_BYTES
         return False
@@ -392,11 +450,18 @@ class _PieceWrite:
         self.rows.fill_slab(members, place)
 
     def _append(
-        self, turn: int, encoded: Encoded, chunk_id: bytes, size: int, spent: _Spent, hashed: float
+        self,
+        turn: int,
+        encoded: Encoded,
+        chunk_id: bytes,
+        size: int,
+        spent: _Spent,
+        hashed: float,
+        done: Callable[[], None] | None = None,
     ) -> Location:
         """Write a chunk whose encoding began at `hashed`; return where it lies."""
         ready = self.clock()
-        placed = self.sink.append(turn, encoded, chunk_id, size)
+        placed = self.sink.append(turn, encoded, chunk_id, size, done)
         spent.encoding_s += ready - hashed
         spent.writing_s += self.clock() - ready
         return Location(**asdict(placed), inner=0, slab_bytes=size)
@@ -435,6 +500,10 @@ def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
     for source in sources:
         _stage(source, 0, out[start : start + source.nbytes])
         start += source.nbytes
+
+
+def _nothing() -> None:
+    """Do nothing: no one waits for this memory."""
 
 
 def _stage(source: Source, start: int, out: memoryview) -> None:

@@ -466,14 +466,14 @@ class Storage:
             if self._failures:
                 raise self._failures.pop(0)
 
-    def whole(self, body: memoryview) -> None:
+    def whole(self, body: Sequence[memoryview]) -> None:
         self._call("whole")
-        self.objects.append(bytes(body))
+        self.objects.append(b"".join(body))
 
     def begin(self) -> None:
         self._call("begin")
 
-    def part(self, number: int, body: memoryview) -> int:
+    def part(self, number: int, body: Sequence[memoryview]) -> int:
         with self._lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -481,7 +481,7 @@ class Storage:
             if self.gate is not None:
                 assert self.gate.wait(120)
             self._call(f"part {number}")
-            self._parts[number] = bytes(body)
+            self._parts[number] = b"".join(body)
         finally:
             with self._lock:
                 self.at_once -= 1
@@ -528,6 +528,41 @@ def test_an_object_is_what_was_written(sender: PartSender) -> None:
         assert not storage.abandoned
     with pytest.raises(ValueError, match="finished"):
         writer.write(b"x")
+
+
+@given(pieces=st.lists(st.tuples(st.integers(0, 350), st.booleans()), max_size=12))
+def test_memory_that_is_kept_stays_until_it_was_sent(pieces: list[tuple[int, bool]]) -> None:
+    """Each buffer is given back once, when no part needs it: also after an abort."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "PART_BYTES", PART)
+        patch.setattr(part_sender, "SMALL_PART_BYTES", PART)
+        for ends in ("commit", "abort"):
+            sender = PartSender(MOST, MOST * PART)
+            storage = Storage()
+            done: list[int] = []
+            data = [os.urandom(size) for size, _ in pieces]
+            with PartedWriter(storage, sender) as writer:
+                for number, (piece, (_, kept)) in enumerate(zip(data, pieces, strict=True)):
+                    memory = bytearray(piece)
+                    wipe = partial(_wipe, memory, done, number)
+                    if kept:
+                        view = memoryview(memory)
+                        writer.write_kept([view[: len(piece) // 2], view[len(piece) // 2 :]], wipe)
+                    else:
+                        writer.write(memory)
+                        wipe()
+                getattr(writer, ends)()
+            if ends == "commit":
+                assert storage.objects == [b"".join(data)]
+            sender.close()
+            assert sorted(done) == list(range(len(pieces)))
+            assert sender._held_bytes == 0
+
+
+def _wipe(memory: bytearray, done: list[int], number: int) -> None:
+    """Use memory again, as its owner may."""
+    memory[:] = bytes(len(memory))
+    done.append(number)
 
 
 def test_two_objects_never_share_memory(sender: PartSender) -> None:
