@@ -54,13 +54,13 @@ class DirectCalls:
 
     def send(self, method: str, request: Request, body: Buffers) -> Foreign:
         """Send a body: a small one signed with its SHA-256, a large one as by ``_seal``."""
-        if sum(map(len, body)) < limits.SIGNED_BODY_BYTES_MAX:
+        if _size(body) < limits.SIGNED_BODY_BYTES_MAX:
             return self.call(method, request | {"Body": b"".join(body)})
         answer = self._send_thin(method, request, body)
         if answer is not None:
             answer.content()
             return {"ETag": answer.headers.get("ETag", "")}
-        sending = _Sending(body[0] if len(body) == 1 else memoryview(b"".join(body)))
+        sending = _Sending(body)
         try:
             return self.call(method, request | {"Body": sending})
         finally:
@@ -147,23 +147,28 @@ class _Sending(io.RawIOBase):
     more than they ask for, which they pass on to the socket as it is.
     """
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, body: Buffers) -> None:
         super().__init__()
-        self.view = view
+        self.body = body
         self._at = 0
         self._passed = 0
 
     def read(self, size: int = -1) -> bytes:
         """Return the next megabyte, as a view."""
         moved(self._passed)  # what was read before has gone out
-        part = self.view[self._at : self._at + limits.STREAM_BYTES]
+        part, at = memoryview(b""), self._at
+        for view in self.body:
+            if at < len(view):
+                part = view[at : at + limits.STREAM_BYTES]
+                break
+            at -= len(view)
         self._at += len(part)
         self._passed = len(part)
         return part  # type: ignore[return-value]  # bytes by all that is done with it
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move: botocore measures the length, and may send again after a redirect."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.view)}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: _size(self.body)}[whence]
         self._at = base + offset
         return self._at
 
@@ -177,7 +182,11 @@ class _Sending(io.RawIOBase):
 
     def release(self) -> None:
         """Release the memory; later reads fail."""
-        self.view = memoryview(b"")
+        self.body = ()
+
+
+def _size(body: Buffers) -> int:
+    return sum(map(len, body))
 
 
 def _head(answer: wire.Answer) -> dict[str, Any]:
@@ -196,7 +205,7 @@ def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:
         return
     signed, checked = protection(params["url"], model.name)
     if checked:
-        params["headers"]["x-amz-checksum-crc32"] = crc32([body.view])
+        params["headers"]["x-amz-checksum-crc32"] = crc32(body.body)
     context = params["context"]
     config = context["client_config"]
     chosen = {**(config.s3 or {}), "payload_signing_enabled": signed}
