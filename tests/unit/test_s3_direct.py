@@ -87,7 +87,11 @@ class Wire:
     def put(self, data: bytes) -> dict[str, str]:
         """Return the headers with which `data` would be sent: by the client, and then without."""
         for _ in range(2):
-            self.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(data))
+            self.calls.send(
+                "put_object",
+                {"Bucket": "b", "Key": "k"},
+                [memoryview(data[:70]), memoryview(data[70:])],
+            )
             assert self.body == data
             assert int(self.headers["content-length"]) == len(data)
         return self.headers
@@ -242,7 +246,7 @@ def test_a_thin_request_is_that_of_the_client(
             if method == "get_object":
                 wire.calls.read_into({"Bucket": "bucket"} | request, [], lambda _: None)
             else:
-                wire.calls.send(method, {"Bucket": "bucket"} | request, memoryview(LARGE))
+                wire.calls.send(method, {"Bucket": "bucket"} | request, [memoryview(LARGE)])
             headers = {name: wire.headers[name] for name in wire.headers.keys() - _ITS_OWN}
             address, _, query = wire.url.partition("?")
             found.append((address, parse_qs(query), wire.body or b"", headers))
@@ -259,7 +263,7 @@ def test_an_unknown_request_is_left_to_the_client(request_: dict[str, Any]) -> N
     """So are conditions, and objects of a bucket whose place is not known."""
     wire = Wire()
     wire.put(LARGE)
-    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, memoryview(LARGE))
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, [memoryview(LARGE)])
     assert wire.by_client == 2
 
 
@@ -301,7 +305,7 @@ def test_an_error_of_a_thin_request_is_that_of_the_client(
         at |= {"UploadId": "u", "PartNumber": 1} if method == "upload_part" else {}
         if not thin:
             wire.calls._thin = None
-        send = partial(wire.calls.send, method, at, memoryview(LARGE))
+        send = partial(wire.calls.send, method, at, [memoryview(LARGE)])
         if method == "get_object":
             send = partial(wire.calls.read_into, at, [memoryview(bytearray(4))], lambda _: None)
         with pytest.raises(ClientError) as raised:
@@ -322,7 +326,7 @@ def test_an_answer_that_leads_elsewhere_is_left_to_the_client(status: int, body:
     wire = Wire()
     wire.put(LARGE)
     wire.answers = [(status, {"content-length": str(len(body))}, body)]
-    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
+    wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, [memoryview(LARGE)])
     assert wire.body == LARGE
     assert wire.by_client == 2
 
@@ -335,11 +339,11 @@ def test_after_a_refusal_the_client_sends_bodies(monkeypatch: pytest.MonkeyPatch
     wire.put(LARGE)
     wire.answers = [(503, {"content-length": "0"}, b"")]
     with pytest.raises(ClientError):
-        wire.calls.send("put_object", at, memoryview(LARGE))
+        wire.calls.send("put_object", at, [memoryview(LARGE)])
     for later_s, by_client in ((9.0, 2), (2.0, 2)):
         clock.sleep(later_s)
         wire.calls.read_into(at, [memoryview(bytearray(4))], lambda _: None)
-        wire.calls.send("put_object", at, memoryview(LARGE))
+        wire.calls.send("put_object", at, [memoryview(LARGE)])
         assert wire.by_client == by_client
 
 
@@ -349,7 +353,7 @@ def test_a_truncated_error_is_no_answer() -> None:
     wire.put(LARGE)
     wire.answers = [(403, {"content-length": "500"}, _error("SlowDown")[:20])]
     with pytest.raises(ProtocolError):
-        wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, memoryview(LARGE))
+        wire.calls.send("put_object", {"Bucket": "b", "Key": "k"}, [memoryview(LARGE)])
 
 
 @pytest.mark.parametrize(
