@@ -11,6 +11,7 @@ import io
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -91,12 +92,9 @@ class DirectCalls:
             finally:
                 _here.patience_s = 0.0
             stream = head["Body"]._raw_stream
-        try:
+        with closing(stream):
             accept(head)
-        except BaseException:
-            stream.close()
-            raise
-        return receive_into(stream, buffers)
+            return receive_into(stream, buffers)
 
     def _send_thin(
         self, method: str, request: Request, body: memoryview | None = None, limit_s: float = 0.0
@@ -182,9 +180,8 @@ class _Sending(io.RawIOBase):
 
 def _head(answer: wire.HttpAnswer) -> dict[str, Any]:
     """Return the head of the answer to a GET, as the client has it."""
-    said = answer.headers.get("Content-Length", "")
     return {
-        "ContentLength": int(said) if said.isdecimal() else None,
+        "ContentLength": answer.content_length,
         "ContentRange": answer.headers.get("Content-Range", ""),
     }
 

@@ -27,6 +27,7 @@ from botocore.parsers import create_parser
 from ckptstore.backends import wire
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.s3_calls import Request
+from ckptstore.backends.width import served_thin
 from ckptstore.config import SYSTEM
 
 _OPERATIONS: Final = {
@@ -168,6 +169,7 @@ class ThinCalls:
         parsed: dict[str, Any] = create_parser("rest-xml").parse(found, None)
         code = parsed.get("Error", {}).get("Code", "")
         if answer.status < 400 or code in _ELSEWHERE:
+            served_thin(thin=False)
             return
         raise self._client.exceptions.from_code(code)(parsed, operation)
 

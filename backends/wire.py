@@ -34,8 +34,9 @@ class HttpAnswer:
     def __init__(self, pool: Foreign, connection: Foreign, below: HTTPResponse) -> None:
         self.status: int = below.status
         self.headers: Foreign = below.headers
+        self.content_length: int | None = below.length
         self.connection = connection
-        self._pool = pool
+        self._pool: Foreign = pool
         self._fp = below
 
     def content(self) -> bytes:
@@ -53,16 +54,20 @@ class HttpAnswer:
 
     def release_conn(self) -> None:
         """Give the connection, of whose answer nothing is left, to the next request."""
-        self._fp.close()
-        if self._fp.will_close or self.status < 200:
-            self.connection.close()
-        self._pool._put_conn(self.connection)
+        self._give(closed=self._fp.will_close or self.status < 200)
 
     def close(self) -> None:
-        """Close the connection, since a part of the body is still to come."""
+        """Close the connection, since a part of the body is still to come; it may be given back."""
+        self._give(closed=True)
+
+    def _give(self, *, closed: bool) -> None:
+        """Give the connection back, once."""
+        pool, self._pool = self._pool, None
         self._fp.close()
-        self.connection.close()
-        self._pool._put_conn(self.connection)
+        if pool is not None:
+            if closed:
+                self.connection.close()
+            pool._put_conn(self.connection)
 
 
 def ask(sock: Foreign) -> None:
