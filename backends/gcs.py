@@ -22,12 +22,14 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import datetime
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import google.auth.exceptions
+import google_crc32c
 import urllib3
 from fsspec.asyn import sync
 from fsspec.dircache import DirCache
@@ -51,6 +53,12 @@ from ckptstore.config import SYSTEM
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
 _TAIL: Final = f"\r\n--{_BOUNDARY}--\r\n".encode()
+_HASHES: Final[dict[str, Callable[[], Foreign]]] = {
+    "crc32c": google_crc32c.Checksum,
+    "md5Hash": partial(hashlib.md5, usedforsecurity=False),
+}
+_HASH: Final = "crc32c" if google_crc32c.implementation == "c" else "md5Hash"
+"""Digest of an upload, which the server compares: CRC32C takes a tenth of the time of MD5."""
 _CREDENTIALS_HINT: Final = (
     "run `gcloud auth application-default login`, or give token= a key file; a public bucket is"
     ' read with token="anon"'
@@ -73,7 +81,7 @@ class GcsBackend(BucketBackend[Foreign]):
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one multipart upload."""
         name = self._class_of_new(key)
-        head = _head(self._location.object_name(key), "", name)
+        head = _head(self._location.object_name(key), b"", name)
         return BufferedWriter(
             lambda body: self._upload(key, body, storage_class=name),
             reserve_bytes=len(head),
@@ -197,7 +205,7 @@ class GcsBackend(BucketBackend[Foreign]):
         return f"{self._objects}/{quote(self._location.object_name(key), safe='')}"
 
     def _body(self, key: str, data: Buffer) -> Body:
-        head = _head(self._location.object_name(key), "")
+        head = _head(self._location.object_name(key), b"")
         return Body(b"".join((bytes(len(head)), data, _TAIL)))
 
     def _upload(
@@ -205,11 +213,13 @@ class GcsBackend(BucketBackend[Foreign]):
     ) -> None:
         """Send `body`, which has room for its head; the condition is a generation of 0."""
         name = self._location.object_name(key)
-        size = len(_head(name, "", storage_class))
-        with body.getbuffer() as view:
-            # For errors in transit: the server refuses a damaged body. No protection from malice.
-            digest = hashlib.md5(view[size : -len(_TAIL)], usedforsecurity=False).digest()
-            view[:size] = _head(name, base64.b64encode(digest).decode(), storage_class)
+        size = len(_head(name, b"", storage_class))
+        # For errors in transit: the server refuses a damaged body. No protection from malice.
+        check = _HASHES[_HASH]()
+        with body.getbuffer() as view, view[size : -len(_TAIL)] as data:
+            for at in range(0, len(data), limits.STREAM_BYTES):
+                check.update(bytes(data[at : at + limits.STREAM_BYTES]))  # it takes nothing else
+            view[:size] = _head(name, check.digest(), storage_class)
             end = view.nbytes
         body.seek(0)
         query = {"uploadType": "multipart", "fields": "generation"}
@@ -394,10 +404,11 @@ class GcsColdStorage:
         return False
 
 
-def _head(name: str, md5: str, storage_class: str = "") -> bytes:
-    """Return the part of an upload before the data; its length does not depend on `md5`."""
+def _head(name: str, digest: bytes, storage_class: str = "") -> bytes:
+    """Return the part of an upload before the data; its length does not depend on `digest`."""
     chosen = {"storageClass": storage_class} if storage_class else {}
-    meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "="), **chosen})
+    said = base64.b64encode(digest or _HASHES[_HASH]().digest()).decode()
+    meta = json.dumps({"name": name, _HASH: said, **chosen})
     kind = "text/html" if name.endswith(".html") else "application/octet-stream"
     return (
         f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 from buckets import without_thin_path
 from google.oauth2.credentials import Credentials
+from google_crc32c import Checksum
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
 from webserver import WebServer, certificate
 
 from ckptstore import errors, limits
+from ckptstore.backends import gcs
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.transfers import operation
@@ -142,24 +144,28 @@ def _checksums(kind: str, headers: Message, body: bytes) -> set[str]:
     """Return the checksums of the content that a request has, as hex."""
     found = [headers.get("Content-MD5", "")]
     if kind == "gcs":
-        found = [json.loads(body.split(b"\r\n")[3])["md5Hash"]]
+        found = [json.loads(body.split(b"\r\n")[3])[gcs._HASH]]
     said = {base64.b64decode(text).hex() for text in found if text}
     return said | {headers.get("X-Amz-Content-SHA256", "")} - {""}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "of_gcs"), [*((one, "crc32c") for one in KINDS), ("gcs", "md5Hash")]
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_one_request_that_can_be_checked(
-    recorder: Recorder, kind: str, write: str
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, kind: str, of_gcs: str, write: str
 ) -> None:
     """It has the content, its length and a digest of it; the condition if it is to create."""
+    monkeypatch.setattr(gcs, "_HASH", of_gcs)
     WRITES[write](recorder.backend(kind))
     ((method, path, headers, body),) = recorder.asked
     assert method == ("POST" if kind == "gcs" else "PUT")
     assert _DATA in body
     assert int(headers["Content-Length"]) == len(body)
     md5, sha256 = hashlib.md5(_DATA).hexdigest(), hashlib.sha256(_DATA).hexdigest()  # noqa: S324
-    meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "gcs": {md5}, "azure": {md5}}
+    meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "azure": {md5}}
+    meant["gcs"] = {md5 if of_gcs == "md5Hash" else Checksum(_DATA).digest().hex()}  # type: ignore[no-untyped-call]
     assert _checksums(kind, headers, body) == meant[kind]
     condition = {headers.get("If-None-Match", ""), *path.split("&")} & {"*", "ifGenerationMatch=0"}
     assert bool(condition) == (write == "create")
