@@ -11,6 +11,9 @@ from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 class Body(io.BytesIO):
     """Bytes to send, which an HTTP library may read but not close: they may be sent again."""
 
+    is_whole = False
+    """Whether what follows the object is there: memory that was sent may not grow."""
+
     def close(self) -> None:
         """Do nothing; the memory is freed with the last reference."""
 
@@ -19,20 +22,10 @@ class BufferedWriter(ObjectWriter):
     """Holds the whole object in memory and passes it to `send` on commit.
 
     A commit that raised ``TransientStorageError`` may be called again.
-
-    Parameters
-    ----------
-    reserve_bytes
-        Room before the object, for `send` to fill.
-    tail
-        Follows the object.
     """
 
-    def __init__(
-        self, send: Callable[[Body], None], *, reserve_bytes: int = 0, tail: bytes = b""
-    ) -> None:
+    def __init__(self, send: Callable[[Body], None], *, reserve_bytes: int = 0) -> None:
         self._send = send
-        self._tail = tail
         self._body: Body | None = Body()
         self._body.write(bytes(reserve_bytes))
 
@@ -46,9 +39,6 @@ class BufferedWriter(ObjectWriter):
     def commit(self) -> None:
         """Send the object, and release the memory."""
         if self._body is not None:
-            if self._tail:  # once: memory that is being sent, or was, may not grow
-                self._body.write(self._tail)
-                self._tail = b""
             self._send(self._body)
             self._body = None
 

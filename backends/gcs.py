@@ -21,7 +21,6 @@ import ssl
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import datetime
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,7 @@ from fsspec.asyn import sync
 from fsspec.dircache import DirCache
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.core import GCSFileSystem
-from urllib3.exceptions import LocationValueError, ProtocolError
+from urllib3.exceptions import LocationValueError
 
 from ckptstore import errors, limits
 from ckptstore.backends import wire
@@ -49,6 +48,7 @@ from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState
 from ckptstore.backends.width import served_thin
 from ckptstore.config import SYSTEM
+from ckptstore.suggestions import did_you_mean
 
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
@@ -83,9 +83,7 @@ class GcsBackend(BucketBackend[Foreign]):
         name = self._class_of_new(key)
         head = _head(self._location.object_name(key), b"", name)
         return BufferedWriter(
-            lambda body: self._upload(key, body, storage_class=name),
-            reserve_bytes=len(head),
-            tail=_TAIL,
+            lambda body: self._upload(key, body, storage_class=name), reserve_bytes=len(head)
         )
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
@@ -151,12 +149,11 @@ class GcsBackend(BucketBackend[Foreign]):
 
         def fill(answer: wire.HttpAnswer) -> int:
             """Receive the body into the buffers."""
-            with closing(answer):
-                begin(answer)
-                return receive_into(answer, buffers)
+            begin(answer)
+            return receive_into(answer, buffers)
 
-        size = scatter.left
-        left: int = self._media(key, fetch, span=span, thin=fill, size_bytes=size, wait=wait)
+        how = {"thin": fill, "size_bytes": scatter.left, "wait": wait}
+        left: int = self._media(key, fetch, span=span, **how)
         return left
 
     def _page(
@@ -206,7 +203,7 @@ class GcsBackend(BucketBackend[Foreign]):
 
     def _body(self, key: str, data: Buffer) -> Body:
         head = _head(self._location.object_name(key), b"")
-        return Body(b"".join((bytes(len(head)), data, _TAIL)))
+        return Body(b"".join((bytes(len(head)), data)))
 
     def _upload(
         self, key: str, body: Foreign, *, conditional: bool = False, storage_class: str = ""
@@ -215,6 +212,10 @@ class GcsBackend(BucketBackend[Foreign]):
         name = self._location.object_name(key)
         size = len(_head(name, b"", storage_class))
         # For errors in transit: the server refuses a damaged body. No protection from malice.
+        if not body.is_whole:
+            body.seek(0, 2)
+            body.write(_TAIL)
+            body.is_whole = True
         check = _HASHES[_HASH]()
         with body.getbuffer() as view, view[size : -len(_TAIL)] as data:
             for at in range(0, len(data), limits.STREAM_BYTES):
@@ -282,9 +283,10 @@ class GcsBackend(BucketBackend[Foreign]):
             answer = self._send_thin(fs, method, path, wait, request) if thin else None
             if thin is None or answer is None:
                 return sync(fs.loop, send, fs)
-            if answer.status < 400:
-                return thin(answer)
-            code = _code(answer.status, answer.content(), path)
+            with closing(answer):
+                if answer.status < 400:
+                    return thin(answer)
+                code = _code(answer.status, answer.content(), path)
             raise error_for_answer(answer.status, code, what, conditional=conditional)
 
         return self._run(what, work, conditional=conditional, size_bytes=size_bytes)
@@ -317,9 +319,8 @@ class GcsBackend(BucketBackend[Foreign]):
     @staticmethod
     def _translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptStoreError:
         """Return the error of ckptstore's tree for an error of gcsfs, aiohttp or google.auth."""
-        wrapped = isinstance(error, FSTimeoutError | ProtocolError)
-        if wrapped and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # fsspec's wrapper of any timeout, and that of the short path
+        if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # fsspec's wrapper of any timeout
         msg = f"{what}: {type(error).__name__}"
         if isinstance(error, google.auth.exceptions.TransportError):
             return errors.TransientStorageError(msg)
@@ -442,9 +443,7 @@ def _check_options(options: Mapping[str, object]) -> None:
     unknown = options.keys() - known
     if unknown:
         msg = f"no option is called {min(unknown)!r}"
-        close = get_close_matches(min(unknown), known, 1)
-        hint = f"did you mean {close[0]}=?" if close else "see gcsfs"
-        raise errors.InvalidUrlError(msg, hint=hint)
+        raise errors.InvalidUrlError(msg, hint=did_you_mean(min(unknown), known))
     token = options.get("token")
     if isinstance(token, str) and token.endswith(".json") and not Path(token).exists():
         msg = "the key file that token= names is not there"

@@ -84,7 +84,9 @@ class DirectCalls:
         """Receive the body into buffers, without a copy in between."""
         thin = self._send_thin("get_object", request, limit_s=patience_s)
         if thin is not None:
-            head, stream = _head(thin), thin
+            stream: Foreign = thin
+            said = thin.headers.get("Content-Range", "")
+            head = {"ContentLength": thin.content_length, "ContentRange": said}
         else:
             _here.patience_s = patience_s
             try:
@@ -176,14 +178,6 @@ class _Sending(io.RawIOBase):
     def release(self) -> None:
         """Release the memory; later reads fail."""
         self.view = memoryview(b"")
-
-
-def _head(answer: wire.HttpAnswer) -> dict[str, Any]:
-    """Return the head of the answer to a GET, as the client has it."""
-    return {
-        "ContentLength": answer.content_length,
-        "ContentRange": answer.headers.get("Content-Range", ""),
-    }
 
 
 def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:

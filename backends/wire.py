@@ -8,12 +8,14 @@ from the caller's memory, and ``http.client`` parses the answer. Nothing is retr
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from typing import Any, Final
 
-from urllib3.exceptions import HTTPError, ProtocolError
+from urllib3 import HTTPHeaderDict
+from urllib3.exceptions import HTTPError, ProtocolError, SSLError
 
 from ckptstore import limits
 from ckptstore.backends.width import moved, served_thin
@@ -33,8 +35,10 @@ class HttpAnswer:
 
     def __init__(self, pool: Foreign, connection: Foreign, below: HTTPResponse) -> None:
         self.status: int = below.status
-        self.headers: Foreign = below.headers
+        self.headers: HTTPHeaderDict = HTTPHeaderDict(below.headers.items())
         self.content_length: int | None = below.length
+        self.closed: bool = below.isclosed()
+        """Whether there is no body."""
         self.connection = connection
         self._pool: Foreign = pool
         self._fp = below
@@ -99,8 +103,8 @@ def send(
 
     Raises
     ------
-    ProtocolError
-        No answer came: of urllib3, with the cause.
+    HTTPError
+        No answer came: of urllib3.
     ValueError
         A header has characters that would end it.
     """
@@ -134,7 +138,7 @@ def send(
         if connection is not None:
             connection.close()
             pool._put_conn(connection)
-        if isinstance(error, OSError | HTTPException | HTTPError):
+        if isinstance(error, OSError | HTTPException):
             raise _broken(error) from error
         raise
     served_thin()
@@ -153,5 +157,7 @@ def _write(sock: socket.socket, head: bytes, body: memoryview | None) -> None:
         moved(len(step))
 
 
-def _broken(error: Exception) -> ProtocolError:
+def _broken(error: Exception) -> HTTPError:
+    if isinstance(error, ssl.SSLError):
+        return SSLError(error)
     return ProtocolError(f"no valid answer ({type(error).__name__})", error)
