@@ -220,6 +220,9 @@ class WebBackend(BucketBackend["_Pools"]):
 class _Pools:
     """Connections of one process: direct ones, and those through the environment's proxies."""
 
+    thin = True
+    """Whether direct requests for ranges go by the short path."""
+
     def __init__(self) -> None:
         self._managers: dict[str, urllib3.PoolManager] = {}
 
@@ -230,7 +233,7 @@ class _Pools:
         if proxy not in self._managers:
             self._managers[proxy] = _manager(proxy)
         manager = self._managers[proxy]
-        if not proxy and "Range" in headers:
+        if self.thin and not proxy and "Range" in headers:
             at = parse_url(url)
             head = {"Host": at.netloc or "", "User-Agent": "python-urllib3", **headers}
             pool = manager.connection_from_url(url)

@@ -21,6 +21,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.gcs import GcsBackend
 from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.s3_direct import DirectCalls
+from ckptstore.backends.web import WebBackend
 
 __all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket", "without_thin_path"]
 
@@ -56,6 +57,9 @@ def without_thin_path(backend: Backend) -> None:
     """Have the library of a backend's service send all requests in this process."""
     if isinstance(backend, GcsBackend):
         vars(backend)["_send_thin"] = _no_answer
+        return
+    if isinstance(backend, WebBackend):
+        backend._client.get().thin = False
         return
     assert isinstance(backend, S3Backend)
     calls = backend._client.get()
