@@ -3,6 +3,10 @@
 Requests are plain calls of the JSON API, each sent once. gcsfs's ``pipe_file`` is not used, since
 it repeats failed requests up to six times by itself, drops the HTTP status of some errors, and
 ends an upload at the first ``--==0==`` in the data.
+
+Its loop copies each byte several times. So :mod:`ckptstore.backends.wire` sends uploads without a
+condition, and receives ranges, with gcsfs's address, parameters and headers. gcsfs does so where
+its session has settings of its own, and for answers that lead elsewhere.
 """
 
 from __future__ import annotations
@@ -12,36 +16,55 @@ import base64
 import hashlib
 import inspect
 import json
+import re
+import ssl
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from datetime import datetime
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import google.auth.exceptions
+import google_crc32c
+import urllib3
 from fsspec.asyn import sync
 from fsspec.dircache import DirCache
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.core import GCSFileSystem
+from urllib3.exceptions import LocationValueError
 
 from ckptstore import errors, limits
+from ckptstore.backends import wire
 from ckptstore.backends.base import Buffer, Buffers, ObjectInfo, ObjectWriter
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, Wait, parse_bucket_url
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.receiving import receive_into
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState
+from ckptstore.backends.width import served_thin
 from ckptstore.config import SYSTEM
+from ckptstore.suggestions import did_you_mean
 
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
+_TAIL: Final = f"\r\n--{_BOUNDARY}--\r\n".encode()
+_HASHES: Final[dict[str, Callable[[], Foreign]]] = {
+    "crc32c": google_crc32c.Checksum,
+    "md5Hash": partial(hashlib.md5, usedforsecurity=False),
+}
+_HASH: Final = "crc32c" if google_crc32c.implementation == "c" else "md5Hash"
+"""Digest of an upload, which the server compares: CRC32C takes a tenth of the time of MD5."""
 _CREDENTIALS_HINT: Final = (
     "run `gcloud auth application-default login`, or give token= a key file; a public bucket is"
     ' read with token="anon"'
 )
+_PLACE: Final = re.compile(r"(https?://([\w.:\[\]-]+))([\w./~-]*)", re.ASCII)
+"""Address of a service: its origin, its host with the port, and the beginning of all paths."""
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -50,10 +73,15 @@ class GcsBackend(BucketBackend[Foreign]):
 
     name = "gcs"
 
+    def __init__(self, *given: Any, **options: Any) -> None:  # noqa: ANN401 - of the class above
+        super().__init__(*given, **options)
+        self._pools = PerProcess(_pools)
+        """Connections of the short path."""
+
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one multipart upload."""
         name = self._class_of_new(key)
-        head = _head(self._location.object_name(key), "", name)
+        head = _head(self._location.object_name(key), b"", name)
         return BufferedWriter(
             lambda body: self._upload(key, body, storage_class=name), reserve_bytes=len(head)
         )
@@ -92,28 +120,41 @@ class GcsBackend(BucketBackend[Foreign]):
         if fs is not None and fs._session is not None:
             fs.close_session(fs.loop, fs._session)
             fs._session = None
+        pools = self._pools.take()
+        if pools is not None:
+            pools.clear()
         super().close()
 
-    def _media(
-        self, key: str, use: Foreign, *, span: str = "", size: int = 0, wait: Wait | None = None
-    ) -> Foreign:
+    def _media(self, key: str, use: Foreign, *, span: str = "", **how: Any) -> Foreign:  # noqa: ANN401 - of _send
         """Return ``use(answer)`` for an object's content, which is never compressed in transit."""
         headers = {"Accept-Encoding": "identity", **({"Range": span} if span else {})}
-        path, what = f"{self._object(key)}?alt=media", f"get {key}"
-        return self._send(what, "GET", path, use, size_bytes=size, wait=wait, headers=headers)
+        query = {"alt": "media"}
+        path, what = self._object(key), f"get {key}"
+        return self._send(what, "GET", path, use, headers=headers, params=query, **how)
 
     def _receive(self, key: str, span: str, buffers: Buffers, check: CheckRange, wait: Wait) -> int:
         scatter = Scatter(buffers)
 
-        async def fetch(answer: Foreign) -> None:
-            """Fill the buffers from the body."""
+        def begin(answer: Foreign) -> None:
+            """Look at the head of the answer."""
             wait.begun()
             check(answer.headers.get("Content-Range", ""), answer.content_length)
+
+        async def fetch(answer: Foreign) -> int:
+            """Fill the buffers from the body."""
+            begin(answer)
             while scatter.left and (data := await answer.content.read(limits.STREAM_BYTES)):
                 scatter.feed(data)
+            return scatter.left
 
-        self._media(key, fetch, span=span, size=scatter.left, wait=wait)
-        return scatter.left
+        def fill(answer: wire.HttpAnswer) -> int:
+            """Receive the body into the buffers."""
+            begin(answer)
+            return receive_into(answer, buffers)
+
+        how = {"thin": fill, "size_bytes": scatter.left, "wait": wait}
+        left: int = self._media(key, fetch, span=span, **how)
+        return left
 
     def _page(
         self, what: str, prefix: str, after: str, token: str
@@ -161,40 +202,42 @@ class GcsBackend(BucketBackend[Foreign]):
         return f"{self._objects}/{quote(self._location.object_name(key), safe='')}"
 
     def _body(self, key: str, data: Buffer) -> Body:
-        head = _head(self._location.object_name(key), "")
+        head = _head(self._location.object_name(key), b"")
         return Body(b"".join((bytes(len(head)), data)))
 
     def _upload(
         self, key: str, body: Foreign, *, conditional: bool = False, storage_class: str = ""
     ) -> None:
-        """Send `body`: room for the head, then the data; the condition is a generation of 0."""
+        """Send `body`, which has room for its head; the condition is a generation of 0."""
         name = self._location.object_name(key)
-        size = len(_head(name, "", storage_class))
-        tail = f"\r\n--{_BOUNDARY}--\r\n".encode()
-        end = body.seek(0, 2)
-        with body.getbuffer() as view:
-            # For errors in transit: the server refuses a damaged body. No protection from malice.
-            digest = hashlib.md5(view[size:end], usedforsecurity=False).digest()
-            view[:size] = _head(name, base64.b64encode(digest).decode(), storage_class)
-        body.write(tail)
+        size = len(_head(name, b"", storage_class))
+        # For errors in transit: the server refuses a damaged body. No protection from malice.
+        if not body.is_whole:
+            body.seek(0, 2)
+            body.write(_TAIL)
+            body.is_whole = True
+        check = _HASHES[_HASH]()
+        with body.getbuffer() as view, view[size : -len(_TAIL)] as data:
+            for at in range(0, len(data), limits.STREAM_BYTES):
+                check.update(bytes(data[at : at + limits.STREAM_BYTES]))  # it takes nothing else
+            view[:size] = _head(name, check.digest(), storage_class)
+            end = view.nbytes
         body.seek(0)
         query = {"uploadType": "multipart", "fields": "generation"}
         if conditional:
             query["ifGenerationMatch"] = "0"
-        try:
-            self._send(
-                f"{'create' if conditional else 'put'} {key}",
-                "POST",
-                f"/upload{self._objects}",
-                _nothing,
-                conditional=conditional,
-                size_bytes=end,
-                params=query,
-                headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
-                data=body,
-            )
-        finally:
-            body.truncate(end)  # as before, in case it is sent again
+        self._send(
+            f"{'create' if conditional else 'put'} {key}",
+            "POST",
+            f"/upload{self._objects}",
+            _nothing,
+            thin=None if conditional else wire.HttpAnswer.content,
+            conditional=conditional,
+            size_bytes=end,
+            params=query,
+            headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
+            data=body,
+        )
 
     def _send(
         self,
@@ -207,9 +250,13 @@ class GcsBackend(BucketBackend[Foreign]):
         absent_ok: bool = False,
         size_bytes: int = 0,
         wait: Wait | None = None,
-        **request: object,
+        thin: Callable[[wire.HttpAnswer], object] | None = None,
+        **request: Any,  # noqa: ANN401 - of aiohttp
     ) -> Foreign:
-        """Return the result of the coroutine function `use` on the answer to one request."""
+        """Return the result of the coroutine function `use` on the answer to one request.
+
+        With `thin` the short path is tried first; it is called on that path's answer instead.
+        """
 
         async def send(fs: Foreign) -> Foreign:
             """Send the request once, and pass its answer to `use`."""
@@ -228,14 +275,46 @@ class GcsBackend(BucketBackend[Foreign]):
                     return await use(answer)
                 if answer.status == 404 and absent_ok:
                     return None
-                # Only a missing bucket makes a request that names no object fail like this.
-                missing = answer.status == 404 and "/o/" not in path
-                code = "NoSuchBucket" if missing else await _code(answer)
+                code = _code(answer.status, await answer.read(), path)
                 raise error_for_answer(answer.status, code, what, conditional=conditional)
 
-        return self._run(
-            what, lambda fs: sync(fs.loop, send, fs), conditional=conditional, size_bytes=size_bytes
+        def work(fs: Foreign) -> Foreign:
+            """Send the request by the short path, or by gcsfs."""
+            answer = self._send_thin(fs, method, path, wait, request) if thin else None
+            if thin is None or answer is None:
+                return sync(fs.loop, send, fs)
+            with closing(answer):
+                if answer.status < 400:
+                    return thin(answer)
+                code = _code(answer.status, answer.content(), path)
+            raise error_for_answer(answer.status, code, what, conditional=conditional)
+
+        return self._run(what, work, conditional=conditional, size_bytes=size_bytes)
+
+    def _send_thin(
+        self, fs: Foreign, method: str, path: str, wait: Wait | None, request: Mapping[str, Any]
+    ) -> wire.HttpAnswer | None:
+        """Return the answer to a request, or None if gcsfs has to send it."""
+        secured = getattr(fs, "_use_client_cert", False)
+        if type(fs) is not GCSFileSystem or fs.session_kwargs or secured:
+            return None
+        at, query = _PLACE.fullmatch(fs._location), fs._get_params(request["params"])
+        if at is None or None in query.values():
+            return None
+        answer = wire.send(
+            self._pools.get().connection_from_url(at[1]),
+            method,
+            f"{at[3]}{path}?{urlencode(query, quote_via=quote)}",
+            {"Host": at[2], **fs._get_headers(request["headers"])},
+            [request["data"].getbuffer()] if "data" in request else (),
+            wait.sent() if wait else 0.0,
         )
+        plain = 200 <= answer.status < 300 and "Content-Encoding" not in answer.headers
+        if plain or answer.status >= 400:
+            return answer
+        answer.close()
+        served_thin(thin=False)
+        return None
 
     @staticmethod
     def _translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptStoreError:
@@ -249,7 +328,8 @@ class GcsBackend(BucketBackend[Foreign]):
             return errors.StoragePermissionError(msg, hint=_CREDENTIALS_HINT)
         if isinstance(error, _NOT_SENT):
             return errors.TransientStorageError(msg)
-        if isinstance(error, aiohttp.InvalidURL | TypeError | LookupError | ImportError):
+        wrong = aiohttp.InvalidURL | LocationValueError | TypeError | LookupError | ImportError
+        if isinstance(error, wrong):
             return errors.StorageError(msg, hint="check the storage options")
         return error_for_silence(msg, conditional=conditional)
 
@@ -261,6 +341,15 @@ def _gcs_client(options: Mapping[str, Any]) -> Foreign:
     its layout by gRPC, and waits for a minute where there is none.
     """
     return GCSFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+
+
+def _pools() -> urllib3.PoolManager:
+    """Return new connections, whose certificates are verified as by aiohttp."""
+    return urllib3.PoolManager(
+        maxsize=limits.CONNECTIONS_MAX,
+        timeout=urllib3.Timeout(connect=limits.CONNECT_TIMEOUT_S, read=limits.READ_TIMEOUT_S),
+        ssl_context=ssl.create_default_context(),
+    )
 
 
 Rewrite = Callable[[str, str, str], Mapping[str, Any]]
@@ -316,10 +405,11 @@ class GcsColdStorage:
         return False
 
 
-def _head(name: str, md5: str, storage_class: str = "") -> bytes:
-    """Return the part of an upload before the data; its length does not depend on `md5`."""
+def _head(name: str, digest: bytes, storage_class: str = "") -> bytes:
+    """Return the part of an upload before the data; its length does not depend on `digest`."""
     chosen = {"storageClass": storage_class} if storage_class else {}
-    meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "="), **chosen})
+    said = base64.b64encode(digest or _HASHES[_HASH]().digest()).decode()
+    meta = json.dumps({"name": name, _HASH: said, **chosen})
     kind = "text/html" if name.endswith(".html") else "application/octet-stream"
     return (
         f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
@@ -335,11 +425,12 @@ async def _nothing(answer: Foreign) -> None:
     await answer.read()
 
 
-async def _code(answer: Foreign) -> str:
+def _code(status: int, data: bytes, path: str) -> str:
     """Return the reason code of a failed answer, empty where there is none."""
+    if status == 404 and "/o/" not in path:
+        return "NoSuchBucket"  # that alone makes a request which names no object fail like this
     try:
-        detail = json.loads(await answer.read())["error"]
-        return str(detail["errors"][0]["reason"])
+        return str(json.loads(data)["error"]["errors"][0]["reason"])
     except (ValueError, LookupError, TypeError):
         return ""
 
@@ -352,9 +443,7 @@ def _check_options(options: Mapping[str, object]) -> None:
     unknown = options.keys() - known
     if unknown:
         msg = f"no option is called {min(unknown)!r}"
-        close = get_close_matches(min(unknown), known, 1)
-        hint = f"did you mean {close[0]}=?" if close else "see gcsfs"
-        raise errors.InvalidUrlError(msg, hint=hint)
+        raise errors.InvalidUrlError(msg, hint=did_you_mean(min(unknown), known))
     token = options.get("token")
     if isinstance(token, str) and token.endswith(".json") and not Path(token).exists():
         msg = "the key file that token= names is not there"

@@ -7,20 +7,31 @@ import io
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ckptstore import limits
 from ckptstore.backends.scatter import skip_bytes, wanted_bytes
 from ckptstore.backends.width import moved
 
+Arrived = Callable[[int], None]
+"""Takes the number of bytes that came."""
 Foreign = Any
 """An answer of urllib3, below botocore and requests, or of :mod:`ckptstore.backends.wire`."""
 
 
-def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
+def receive_into(
+    answer: Foreign, buffers: Sequence[memoryview], arrived: Arrived = moved
+) -> int:
     """Fill `buffers` from an answer's body; return the number of bytes that are missing.
 
     The connection serves further requests if the body was read to its end, and is closed if not.
+
+    Parameters
+    ----------
+    arrived
+        Called after each step with its bytes. Another one than the usual may give up a body that
+        comes too slowly: for it, a step takes what is there, or no longer than a silence may last.
     """
     whole = False
     rest = [buffer for buffer in buffers if buffer.nbytes]
@@ -28,12 +39,14 @@ def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
         below, sock = getattr(answer, "_fp", None), _socket(answer)
         known = isinstance(below, http.client.HTTPResponse) and below.length and not below.chunked
         if known and type(sock) is socket.socket:
-            whole = _from_socket(below, sock, rest)
+            whole = _from_socket(below, sock, rest, arrived)
         else:
             readinto, at_end = _receiver(answer)
+            if arrived is not moved and isinstance(below, http.client.HTTPResponse):
+                readinto = partial(_read_once, below)
             while rest and (count := readinto(rest[0][: limits.STREAM_BYTES])):
                 skip_bytes(rest, count)
-                moved(count)
+                arrived(count)
             whole = at_end()
     finally:
         if whole:
@@ -43,7 +56,9 @@ def receive_into(answer: Foreign, buffers: Sequence[memoryview]) -> int:
     return wanted_bytes(rest)
 
 
-def _from_socket(below: Foreign, sock: socket.socket, rest: list[memoryview]) -> bool:
+def _from_socket(
+    below: Foreign, sock: socket.socket, rest: list[memoryview], arrived: Arrived
+) -> bool:
     """Fill `rest` from a connection without TLS; return whether all of the body was received.
 
     One call of the system waits for a whole step: a socket of Python's that has a timeout takes
@@ -51,7 +66,7 @@ def _from_socket(below: Foreign, sock: socket.socket, rest: list[memoryview]) ->
     """
     left: int = below.length
     first = memoryview(below.fp.read1(io.DEFAULT_BUFFER_SIZE))  # what came with the head
-    moved(len(first))
+    arrived(len(first))
     overlong = len(first) > left
     left -= len(first)
     while rest and first:
@@ -70,10 +85,23 @@ def _from_socket(below: Foreign, sock: socket.socket, rest: list[memoryview]) ->
             break
         left -= count
         skip_bytes(rest, count)
-        moved(count)
+        arrived(count)
     sock.settimeout(before)
     below.close()
     return not left and not overlong
+
+
+def _read_once(below: Foreign, memory: memoryview) -> int:
+    """Receive what is there of a body into `memory`; return the number of bytes, 0 at the end."""
+    if below.length and not below.chunked:
+        count: int = below.fp.readinto1(memory[: below.length])
+        below.length -= count
+        if not below.length:
+            below.close()
+        return count
+    data = below.read1(len(memory))
+    memory[: len(data)] = data
+    return len(data)
 
 
 def wait_for_body(answer: Foreign) -> None:

@@ -11,6 +11,7 @@ import io
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -83,7 +84,9 @@ class DirectCalls:
         """Receive the body into buffers, without a copy in between."""
         thin = self._send_thin("get_object", request, limit_s=patience_s)
         if thin is not None:
-            head, stream = _head(thin), thin
+            stream: Foreign = thin
+            said = thin.headers.get("Content-Range", "")
+            head = {"ContentLength": thin.content_length, "ContentRange": said}
         else:
             _here.patience_s = patience_s
             try:
@@ -91,16 +94,13 @@ class DirectCalls:
             finally:
                 _here.patience_s = 0.0
             stream = head["Body"]._raw_stream
-        try:
+        with closing(stream):
             accept(head)
-        except BaseException:
-            stream.close()
-            raise
-        return receive_into(stream, buffers)
+            return receive_into(stream, buffers)
 
     def _send_thin(
         self, method: str, request: Request, body: Buffers = (), limit_s: float = 0.0
-    ) -> wire.Answer | None:
+    ) -> wire.HttpAnswer | None:
         """Return the answer to a request, or None if the client has to send it."""
         if self._thin is None:
             return None
@@ -187,15 +187,6 @@ class _Sending(io.RawIOBase):
 
 def _size(body: Buffers) -> int:
     return sum(map(len, body))
-
-
-def _head(answer: wire.Answer) -> dict[str, Any]:
-    """Return the head of the answer to a GET, as the client has it."""
-    said = answer.headers.get("Content-Length", "")
-    return {
-        "ContentLength": int(said) if said.isdecimal() else None,
-        "ContentRange": answer.headers.get("Content-Range", ""),
-    }
 
 
 def _seal(params: dict[str, Any], model: Foreign, **_: object) -> None:

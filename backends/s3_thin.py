@@ -29,6 +29,7 @@ from ckptstore.backends import wire
 from ckptstore.backends.base import Buffers
 from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.s3_calls import Request
+from ckptstore.backends.width import served_thin
 from ckptstore.config import SYSTEM
 
 _OPERATIONS: Final = {
@@ -104,7 +105,7 @@ class ThinCalls:
 
     def send(
         self, method: str, request: Request, body: Buffers = (), limit_s: float = 0.0
-    ) -> wire.Answer | None:
+    ) -> wire.HttpAnswer | None:
         """Send one request; return the answer if it is a success, with the body of a GET unread.
 
         Parameters
@@ -159,7 +160,7 @@ class ThinCalls:
             return "UNSIGNED-PAYLOAD"
         return _sha256(body)
 
-    def _refuse(self, answer: wire.Answer, operation: str) -> None:
+    def _refuse(self, answer: wire.HttpAnswer, operation: str) -> None:
         """Raise the client's error for an answer, or return if the client finds a way on."""
         found = {"status_code": answer.status, "headers": answer.headers, "body": answer.content()}
         if answer.status in {429, 503}:
@@ -167,6 +168,7 @@ class ThinCalls:
         parsed: dict[str, Any] = create_parser("rest-xml").parse(found, None)
         code = parsed.get("Error", {}).get("Code", "")
         if answer.status < 400 or code in _ELSEWHERE:
+            served_thin(thin=False)
             return
         raise self._client.exceptions.from_code(code)(parsed, operation)
 

@@ -2,7 +2,8 @@
 
 Everything that a server sends is treated as hostile: an answer must be exactly the object or range
 that was requested, within its limits of size and time. What it contains is checked by the digests
-of the layers above. The transport is urllib3: docs/design/0023-web-servers.md says why.
+of the layers above. The transport is urllib3: docs/design/0023-web-servers.md says why. Ranges
+without a proxy go by :mod:`ckptstore.backends.wire`, over its connections.
 """
 
 from __future__ import annotations
@@ -12,23 +13,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3 import exceptions
+from urllib3.util import parse_url
 
 from ckptstore import errors, limits
-from ckptstore.backends import base, bucket
-from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Wait
+from ckptstore.backends import base, bucket, wire
+from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign, Wait
 from ckptstore.backends.httperrors import error_for_answer
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.receiving import wait_for_body
-from ckptstore.backends.scatter import Scatter
+from ckptstore.backends.receiving import Arrived, receive_into, wait_for_body
+from ckptstore.backends.width import moved
 from ckptstore.config import SYSTEM
 
-Answer = urllib3.BaseHTTPResponse
+Answer = urllib3.BaseHTTPResponse | wire.HttpAnswer
 
 CAPABILITIES: Final = replace(
     bucket.CAPABILITIES,
@@ -81,21 +84,33 @@ class WebBackend(BucketBackend["_Pools"]):
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
-        what, data = f"get {key}", bytearray()
-        with self._answer("GET", key, _REVALIDATED) as answer:
-            too_large = (_length(answer.headers) or 0) > bytes_max
-            for part in () if too_large else _parts(answer, what):
-                data += part
-                if too_large := len(data) > bytes_max:
-                    break
-        if too_large:
-            raise errors.CorruptObjectError(f"{key} has more than the {bytes_max} bytes allowed")
-        return bytes(data)
+        what = f"get {key}"
+
+        def read(_: _Pools) -> bytes:
+            """Return the body, as long as it stays within the bound."""
+            data = bytearray()
+            with self._answer("GET", key, _REVALIDATED) as answer, _in_time(what) as arrived:
+                size = _length(answer.headers) or 0
+                while size <= bytes_max and (part := answer.read1(limits.STREAM_BYTES)):
+                    arrived(len(part))
+                    data += part
+                    size = len(data)
+            if size > bytes_max:
+                msg = f"{key} has more than the {bytes_max} bytes allowed"
+                raise errors.CorruptObjectError(msg)
+            return bytes(data)
+
+        return self._run(what, read)
 
     def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time of one object."""
-        with self._answer("HEAD", key, _REVALIDATED) as answer:
-            return self._info(key, answer.headers)
+
+        def ask(_: _Pools) -> base.ObjectInfo:
+            """Return what the head of an answer says."""
+            with self._answer("HEAD", key, _REVALIDATED) as answer:
+                return self._info(key, answer.headers)
+
+        return self._run(f"stat {key}", ask)
 
     def open_writer(self, key: str) -> base.ObjectWriter:
         """Raise ReadOnlyError."""
@@ -122,16 +137,18 @@ class WebBackend(BucketBackend["_Pools"]):
     def _receive(
         self, key: str, span: str, buffers: base.Buffers, check: CheckRange, wait: Wait
     ) -> int:
-        scatter = Scatter(buffers)
-        with self._answer("GET", key, {"Range": span}, wait.sent()) as answer:
-            wait.begun()
-            wait_for_body(answer)
-            check(answer.headers.get("Content-Range", ""), _length(answer.headers))
-            for part in _parts(answer, f"get {key}"):
-                scatter.feed(part)
-                if not scatter.left:
-                    break
-        return scatter.left
+        what = f"get {key}"
+
+        def receive(_: _Pools) -> int:
+            """Fill the buffers from an answer."""
+            with self._answer("GET", key, {"Range": span}, wait.sent()) as answer:
+                wait.begun()
+                wait_for_body(answer)
+                check(answer.headers.get("Content-Range", ""), _length(answer.headers))
+                with _in_time(what) as arrived:
+                    return receive_into(answer, buffers, arrived)
+
+        return self._run(what, receive)
 
     def _info(self, key: str, item: Mapping[str, Any]) -> base.ObjectInfo:
         size = _length(item)
@@ -148,7 +165,7 @@ class WebBackend(BucketBackend["_Pools"]):
     @contextmanager
     def _answer(
         self, method: str, key: str, more: Mapping[str, str], limit_s: float = 0.0
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Foreign]:
         """Give the answer for an object, after redirects, with its body still to be read.
 
         It fails if an answer does not begin within `limit_s`, unless that is 0.
@@ -203,6 +220,9 @@ class WebBackend(BucketBackend["_Pools"]):
 class _Pools:
     """Connections of one process: direct ones, and those through the environment's proxies."""
 
+    thin = True
+    """Whether direct requests for ranges go by the short path."""
+
     def __init__(self) -> None:
         self._managers: dict[str, urllib3.PoolManager] = {}
 
@@ -212,7 +232,13 @@ class _Pools:
         proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
         if proxy not in self._managers:
             self._managers[proxy] = _manager(proxy)
-        return self._managers[proxy].urlopen(
+        manager = self._managers[proxy]
+        if self.thin and not proxy and "Range" in headers:
+            at = parse_url(url)
+            head = {"Host": at.netloc or "", "User-Agent": "python-urllib3", **headers}
+            pool = manager.connection_from_url(url)
+            return wire.send(pool, method, at.request_uri, head, limit_s=limit_s)
+        return manager.urlopen(
             *(method, url),
             headers=headers,
             timeout=_silence(limit_s),
@@ -250,23 +276,28 @@ def _length(headers: Mapping[str, str]) -> int | None:
     return int(said) if said.isdecimal() and len(said) < 20 else None
 
 
-def _parts(answer: Answer, what: str) -> Iterator[bytes]:
-    """Yield the body in parts as they arrive; refuse one that takes too long."""
+@contextmanager
+def _in_time(what: str) -> Iterator[Arrived]:
+    """Give a function that counts bytes as they arrive, and refuses a body that takes too long."""
     began, done = SYSTEM.monotonic(), 0
-    while True:
-        try:
-            part = answer.read1(limits.STREAM_BYTES)
-        except (exceptions.HTTPError, OSError) as error:
-            msg = f"{what}: the answer was cut short ({type(error).__name__})"
-            raise errors.TransientStorageError(msg) from None
-        if not part:
-            return
-        done += len(part)
+
+    def arrived(count: int) -> None:
+        """Count bytes of the body."""
+        nonlocal done
+        moved(count)
+        done += count
         spent_s = SYSTEM.monotonic() - began
         if spent_s > limits.READ_TIMEOUT_S + done / limits.WEB_BYTES_PER_S_MIN:
             msg = f"{what}: {done} bytes in {spent_s:.0f} s, the server is too slow"
             raise errors.TransientStorageError(msg)
-        yield part
+
+    try:
+        yield arrived
+    except errors.CkptStoreError:
+        raise
+    except (exceptions.HTTPError, HTTPException, OSError) as error:
+        msg = f"{what}: the answer was cut short ({type(error).__name__})"
+        raise errors.TransientStorageError(msg) from None
 
 
 def _redirected(url: str, location: str, what: str) -> str:

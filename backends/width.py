@@ -214,10 +214,10 @@ def moved(count: int) -> None:
         _here.passing.moved(count)
 
 
-def served_thin() -> None:
-    """Note that no library sent this thread's request."""
+def served_thin(*, thin: bool = True) -> None:
+    """Note whether this thread's request was sent without a library."""
     if _here.passing is not None:
-        _here.passing.thin = True
+        _here.passing.thin = thin
 
 
 def check_requests(requests: object) -> int:

@@ -8,12 +8,14 @@ from the caller's memory, and ``http.client`` parses the answer. Nothing is retr
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from typing import Any, Final
 
-from urllib3.exceptions import HTTPError, ProtocolError
+from urllib3 import HTTPHeaderDict
+from urllib3.exceptions import HTTPError, ProtocolError, SSLError
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffers
@@ -26,7 +28,7 @@ _ERROR_BYTES_MAX: Final = limits.MIB
 """Of the body of an answer that is no object."""
 
 
-class Answer:
+class HttpAnswer:
     """Head of an answer, and its body as long as nobody took it.
 
     It has what :func:`ckptstore.backends.receiving.receive_into` uses of an answer of urllib3.
@@ -34,9 +36,12 @@ class Answer:
 
     def __init__(self, pool: Foreign, connection: Foreign, below: HTTPResponse) -> None:
         self.status: int = below.status
-        self.headers: Foreign = below.headers
+        self.headers: HTTPHeaderDict = HTTPHeaderDict(below.headers.items())
+        self.content_length: int | None = below.length
+        self.closed: bool = below.isclosed()
+        """Whether there is no body."""
         self.connection = connection
-        self._pool = pool
+        self._pool: Foreign = pool
         self._fp = below
 
     def content(self) -> bytes:
@@ -54,16 +59,20 @@ class Answer:
 
     def release_conn(self) -> None:
         """Give the connection, of whose answer nothing is left, to the next request."""
-        self._fp.close()
-        if self._fp.will_close or self.status < 200:
-            self.connection.close()
-        self._pool._put_conn(self.connection)
+        self._give(closed=self._fp.will_close or self.status < 200)
 
     def close(self) -> None:
-        """Close the connection, since a part of the body is still to come."""
+        """Close the connection, since a part of the body is still to come; it may be given back."""
+        self._give(closed=True)
+
+    def _give(self, *, closed: bool) -> None:
+        """Give the connection back, once."""
+        pool, self._pool = self._pool, None
         self._fp.close()
-        self.connection.close()
-        self._pool._put_conn(self.connection)
+        if pool is not None:
+            if closed:
+                self.connection.close()
+            pool._put_conn(self.connection)
 
 
 def ask(sock: Foreign) -> None:
@@ -79,7 +88,7 @@ def send(
     headers: Mapping[str, str],
     body: Buffers = (),
     limit_s: float = 0.0,
-) -> Answer:
+) -> HttpAnswer:
     """Send one request; return its answer with the body still to be taken.
 
     Parameters
@@ -95,8 +104,8 @@ def send(
 
     Raises
     ------
-    ProtocolError
-        No answer came: of urllib3, with the cause.
+    HTTPError
+        No answer came: of urllib3.
     ValueError
         A header has characters that would end it.
     """
@@ -130,11 +139,11 @@ def send(
         if connection is not None:
             connection.close()
             pool._put_conn(connection)
-        if isinstance(error, OSError | HTTPException | HTTPError):
+        if isinstance(error, OSError | HTTPException):
             raise _broken(error) from error
         raise
     served_thin()
-    return Answer(pool, connection, below)
+    return HttpAnswer(pool, connection, below)
 
 
 def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
@@ -150,5 +159,7 @@ def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
             moved(len(step))
 
 
-def _broken(error: Exception) -> ProtocolError:
+def _broken(error: Exception) -> HTTPError:
+    if isinstance(error, ssl.SSLError):
+        return SSLError(error)
     return ProtocolError(f"no valid answer ({type(error).__name__})", error)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from buckets import GcsBucket
+from buckets import GcsBucket, without_thin_path
 from doors import BucketDoor
 
 from ckptstore.backends.base import Backend
@@ -19,21 +19,43 @@ class TestGcs(BucketDoor, BackendConformance):
     """The server is another process; the side door is plain HTTP."""
 
     backend_name = "gcs"
+    thin = True
 
     @pytest.fixture
     def backend(self, gcs_bucket: GcsBucket) -> Iterator[Backend]:
         """Return a backend on a prefix of a new bucket, without retries."""
         self.bucket = gcs_bucket
         backend = open_backend(gcs_bucket.url, retry=False, **gcs_bucket.options())
+        if not self.thin:
+            without_thin_path(backend)
         yield backend
         backend.close()
 
 
+@pytest.mark.short(sample=1)
+class TestGcsByLibrary(TestGcs):
+    """By gcsfs alone, which sends what the short path does not know."""
+
+    thin = False
+
+
 @pytest.mark.short(sample=7)
 class TestGcsAnswers(AnswerConformance):
-    """Answers to gcsfs."""
+    """Answers to the short path, and to gcsfs for the other requests."""
+
+    thin = True
 
     def backend_at(self, endpoint: str) -> Backend:
         """Open a bucket on a server of the suite."""
         options: dict[str, Any] = {"token": "anon", "endpoint_url": endpoint}
-        return open_backend("gs://bucket/store", retry=False, **options)
+        backend = open_backend("gs://bucket/store", retry=False, **options)
+        if not self.thin:
+            without_thin_path(backend)
+        return backend
+
+
+@pytest.mark.short(sample=1)
+class TestGcsLibraryAnswers(TestGcsAnswers):
+    """Answers to gcsfs alone."""
+
+    thin = False

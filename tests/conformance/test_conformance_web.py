@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from buckets import without_thin_path
 from doors import FolderDoor
 from webserver import WebServer
 
@@ -49,6 +50,7 @@ class TestWeb(FolderDoor, ObjectConformance):
     """Reads by GET, HEAD and ranges."""
 
     backend_name = "web"
+    thin = True
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
@@ -57,10 +59,18 @@ class TestWeb(FolderDoor, ObjectConformance):
         self.root.mkdir()
         with WebServer(tmp_path) as server:
             backend = _Served(open_posix(str(self.root)), open_web(f"{server.url}/store"))
+            if not self.thin:
+                without_thin_path(backend.web)
             yield backend
             backend.close()
 
     test_used_in_a_child = ProcessConformance.test_used_in_a_child
+
+
+class TestWebByLibrary(TestWeb):
+    """By urllib3 alone, as through a proxy."""
+
+    thin = False
 
 
 WRITES: dict[str, Callable[[Backend], object]] = {

@@ -45,15 +45,16 @@ class Place:
         self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
 
 
-@pytest.fixture(params=["s3", "s3-library", "s3fs", "gcs", "azure"])
+@pytest.fixture(params=["s3", "s3-library", "s3fs", "gcs", "gcs-library", "azure"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return S3 by either client and without its short path, GCS and Azure, behind proxies."""
-    server = request.param if request.param in {"gcs", "azure"} else "s3"
+    """Return the services by each client, and without the short path, behind proxies."""
+    service, _, library = request.param.partition("-")
+    server = "s3" if service == "s3fs" else service
     bucket = request.getfixturevalue(f"{server}_bucket")
     proxy = request.getfixturevalue(f"{server}_proxy")
-    client = {"s3": "direct", "s3-library": "direct", "s3fs": "s3fs"}.get(request.param)
+    client = {"s3": "direct", "s3fs": "s3fs"}.get(service)
     found = Place(bucket, proxy, **({"client": client} if client else {}))
-    if request.param == "s3-library":
+    if library:
         without_thin_path(found.backend)
     yield found
     proxy.set()

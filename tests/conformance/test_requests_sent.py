@@ -9,17 +9,22 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import pytest
+from buckets import without_thin_path
+from google.oauth2.credentials import Credentials
+from google_crc32c import Checksum
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
-from webserver import certificate
+from webserver import WebServer, certificate
 
 from ckptstore import errors, limits
+from ckptstore.backends import gcs
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.transfers import operation
@@ -39,7 +44,7 @@ class Recorder:
     closes: bool = False
     """Whether each connection ends with its answer."""
 
-    def backend(self, kind: str) -> Backend:
+    def backend(self, kind: str, **more: object) -> Backend:
         """Open the backend of a service, without retries."""
         place = f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
         key = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
@@ -50,11 +55,13 @@ class Recorder:
             "s3fs": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "s3fs"}),
             "gcs": ("gs", {"token": "anon", "endpoint_url": place}),
             "azure": ("az", {"connection_string": line}),
+            "web": ("", {}),
         }
         scheme, options = kinds[kind]
         if self.tls is not None:
             options["client_kwargs"]["verify"] = str(self.tls)
-        return open_backend(f"{scheme}://bucket/p", retry=False, **options)
+        url = f"{scheme}://bucket/ü %25+~" if scheme else f"{place}/store"
+        return open_backend(url, retry=False, **options | more)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -83,6 +90,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for name in ("ETag", "x-ms-error-code"):
             if name == "ETag" or code:
                 self.send_header(name, code or '"1"')
+        if status == 307:
+            self.send_header("Location", self.path)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
         if self.recorder.closes:
@@ -137,24 +146,28 @@ def _checksums(kind: str, headers: Message, body: bytes) -> set[str]:
     """Return the checksums of the content that a request has, as hex."""
     found = [headers.get("Content-MD5", "")]
     if kind == "gcs":
-        found = [json.loads(body.split(b"\r\n")[3])["md5Hash"]]
+        found = [json.loads(body.split(b"\r\n")[3])[gcs._HASH]]
     said = {base64.b64decode(text).hex() for text in found if text}
     return said | {headers.get("X-Amz-Content-SHA256", "")} - {""}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "of_gcs"), [*((one, "crc32c") for one in KINDS), ("gcs", "md5Hash")]
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_one_request_that_can_be_checked(
-    recorder: Recorder, kind: str, write: str
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, kind: str, of_gcs: str, write: str
 ) -> None:
     """It has the content, its length and a digest of it; the condition if it is to create."""
+    monkeypatch.setattr(gcs, "_HASH", of_gcs)
     WRITES[write](recorder.backend(kind))
     ((method, path, headers, body),) = recorder.asked
     assert method == ("POST" if kind == "gcs" else "PUT")
     assert _DATA in body
     assert int(headers["Content-Length"]) == len(body)
     md5, sha256 = hashlib.md5(_DATA).hexdigest(), hashlib.sha256(_DATA).hexdigest()  # noqa: S324
-    meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "gcs": {md5}, "azure": {md5}}
+    meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "azure": {md5}}
+    meant["gcs"] = {md5 if of_gcs == "md5Hash" else Checksum(_DATA).digest().hex()}  # type: ignore[no-untyped-call]
     assert _checksums(kind, headers, body) == meant[kind]
     condition = {headers.get("If-None-Match", ""), *path.split("&")} & {"*", "ifGenerationMatch=0"}
     assert bool(condition) == (write == "create")
@@ -173,17 +186,21 @@ def test_a_read_asks_for_its_bytes_alone(recorder: Recorder, kind: str) -> None:
     assert len(recorder.asked) == 2
 
 
-@pytest.mark.parametrize(("kind", "thin"), [("s3", 5), ("s3fs", 0), ("gcs", 0), ("azure", 0)])
+@pytest.mark.parametrize(
+    ("kind", "thin"), [("s3", 5), ("s3fs", 0), ("gcs", 6), ("azure", 0), ("web", 3)]
+)
 def test_requests_of_the_short_path_are_counted(recorder: Recorder, kind: str, thin: int) -> None:
-    """All large bodies and ranges but the first: that goes by the client, which knows the way."""
+    """All large bodies and ranges; of S3 the first goes by the client, which knows the way."""
     backend, large = recorder.backend(kind), bytes(limits.SIGNED_BODY_BYTES_MAX)
     with operation("test") as ledger:
         for key in "abc":
-            backend.put(key, large)
+            if kind != "web":
+                backend.put(key, large)
             backend.read_into(key, 0, [memoryview(bytearray(10))])
     figures = ledger.figures()
     assert sum(one.thin_count for one in figures.values()) == thin
-    assert sum(one.requests_count for one in figures.values()) == len(recorder.asked) == 6
+    assert sum(one.requests_count for one in figures.values()) == len(recorder.asked)
+    assert len(recorder.asked) == (3 if kind == "web" else 6)
 
 
 def test_each_connection_of_the_short_path_checks_the_certificate(tmp_path: Path) -> None:
@@ -203,9 +220,82 @@ def test_each_connection_of_the_short_path_checks_the_certificate(tmp_path: Path
 
     found.asked.clear()
     found.tls = certificate(tmp_path / "other")
-    with recording(found), pytest.raises(errors.TransientStorageError, match="put c: Protocol"):
+    with recording(found), pytest.raises(errors.TransientStorageError, match="put c: SSLError"):
         backend.put("c", large)
     assert not found.asked
+
+
+class _Renewed(Credentials):
+    """Ends so soon that each request needs a new token."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__(token)  # type: ignore[no-untyped-call]
+        self.expiry = datetime.fromisoformat("2000-01-01")
+
+    def refresh(self, _: object) -> None:
+        """Make the next token."""
+        self.token = f"{self.token}x"
+        self.expiry = datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=200)
+
+
+OF_GCS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
+    # options at an address, and how many of two requests go by the short path
+    "nothing": (lambda _: {}, 2),
+    "a payer": (lambda _: {"requester_pays": "else"}, 2),
+    "tokens that end": (lambda _: {"token": _Renewed("t")}, 2),
+    "a path": (lambda place: {"endpoint_url": f"{place}/be~low"}, 2),
+    "a login": (lambda place: {"endpoint_url": place.replace("//", "//me:word@")}, 0),
+    "a session": (lambda _: {"session_kwargs": {"headers": {"X-Own": "1"}}}, 0),
+}
+
+
+@pytest.mark.parametrize("options", OF_GCS)
+def test_the_short_path_sends_what_gcsfs_sends(recorder: Recorder, options: str) -> None:
+    """Address, parameters, headers with credentials, and body are the same; as is the answer."""
+    make, thin = OF_GCS[options]
+    sent = []
+    for expected in (thin, 0):
+        recorder.asked.clear()
+        backend = recorder.backend("gcs", **make(f"http://127.0.0.1:{recorder.port}"))
+        if not expected:
+            without_thin_path(backend)
+        with operation("test") as ledger:
+            backend.put("a", _DATA)
+            backend.read_into("a", 1, [memoryview(bytearray(10))])
+        assert sum(one.thin_count for one in ledger.figures().values()) == expected
+        for _, _, headers, _ in recorder.asked:
+            del headers["Accept"], headers["Accept-Encoding"]
+        sent.append([(*one[:2], sorted(one[2].items()), one[3]) for one in recorder.asked])
+    assert sent[0] == sent[1]
+    assert len(sent[0]) == 2
+
+
+@pytest.mark.parametrize("status", [103, 307])
+def test_answers_that_lead_elsewhere_are_left_to_gcsfs(recorder: Recorder, status: int) -> None:
+    """It follows, and the request succeeds."""
+    backend, part = recorder.backend("gcs"), bytearray(10)
+    for call in (WRITES["put"], lambda one: one.read_into("a", 1, [memoryview(part)])):
+        recorder.answers[:] = [(status, "")]
+        with operation("test") as ledger:
+            call(backend)
+        assert [one.thin_count for one in ledger.figures().values()] == [0]
+    assert part == _DATA[1:11]
+    assert len(recorder.asked) == 4
+
+
+def test_certificates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent to a server of GCS that nobody vouches for; the user's authorities count."""
+    pem, part = certificate(tmp_path), bytearray(10)
+    (tmp_path / "x").write_bytes(_DATA)
+    with WebServer(tmp_path, tls=pem) as sealed:
+        sealed.change = lambda request, _: sealed.honest(replace(request, path="/x"))
+        for error in (errors.TransientStorageError, None):
+            backend = Recorder().backend("gcs", endpoint_url=sealed.url)
+            with pytest.raises(error, match="SSLError") if error else nullcontext():
+                backend.read_into("a", 1, [memoryview(part)])
+            monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+        assert len(sealed.requests) == 1
+    assert part == _DATA[1:11]
 
 
 _BUSY, _UNCLEAR = errors.TransientStorageError, errors.AmbiguousWriteError

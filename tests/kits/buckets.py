@@ -18,8 +18,10 @@ from botocore.exceptions import ClientError
 from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.gcs import GcsBackend
 from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.s3_direct import DirectCalls
+from ckptstore.backends.web import WebBackend
 
 __all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket", "without_thin_path"]
 
@@ -47,8 +49,18 @@ def _client(endpoint_url: str) -> Any:  # noqa: ANN401 - boto3 makes its classes
     )
 
 
+def _no_answer(*_: object) -> None:
+    """Leave a request to the library."""
+
+
 def without_thin_path(backend: Backend) -> None:
-    """Have botocore's client send all requests of a backend of S3 in this process."""
+    """Have the library of a backend's service send all requests in this process."""
+    if isinstance(backend, GcsBackend):
+        vars(backend)["_send_thin"] = _no_answer
+        return
+    if isinstance(backend, WebBackend):
+        backend._client.get().thin = False
+        return
     assert isinstance(backend, S3Backend)
     calls = backend._client.get()
     assert isinstance(calls, DirectCalls)
