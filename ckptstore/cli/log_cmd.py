@@ -14,8 +14,8 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, SetAside, Swept, Verified
-from ckptstore.catalog.history import History, Point, history
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.metrics import History, Point, history
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
@@ -213,12 +213,6 @@ def _directions(op: CreateRun | Declare, _: Catalog) -> str:
     return f"{op.run} ({known})" if known else op.run
 
 
-def _replica(op: NameReplica | UnnameReplica, _: Catalog) -> str:
-    return (
-        f"{op.name} is {op.url}, store {op.store[:8]}" if isinstance(op, NameReplica) else op.name
-    )
-
-
 def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
@@ -299,8 +293,8 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Swept: _objects,
     Verified: _versions,
     Quarantine: _versions,
-    NameReplica: _replica,
-    UnnameReplica: _replica,
+    NameReplica: lambda op, _: f"{op.name} is {op.url}, store {op.store[:8]}",
+    UnnameReplica: lambda op, _: op.name,
 }
 """Type of an operation to the function that describes it."""
 

@@ -13,7 +13,7 @@ from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, freed_later, version_text
 from ckptstore.errors import InvalidInputError, PolicyError, VersionNotFoundError
 from ckptstore.maintenance.reports.documents import name_document
-from ckptstore.maintenance.retention.remove import Removal
+from ckptstore.maintenance.retention.by_hand import Removal
 from ckptstore.model import Version
 from ckptstore.store import Store
 

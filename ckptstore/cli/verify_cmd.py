@@ -20,7 +20,7 @@ from ckptstore.store import Store, mend_superblock
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import VerifyReport
-    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.fix_opening import SuperblockFinding
     from ckptstore.maintenance.repair.repair import RepairReport
 
 VerifyLevel = Literal["full", "records"]

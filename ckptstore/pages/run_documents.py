@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 from ckptstore import limits
 from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.history import best_marks
 from ckptstore.catalog.levels import level_of
+from ckptstore.catalog.metrics import best_marks
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.snapshot import Flag, VersionRow, decode_details, decode_metrics
 from ckptstore.maintenance.core.storage_times import StorageTimes

@@ -26,7 +26,7 @@ from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Condemn, Swept, Verified
-from ckptstore.catalog.history import best_marks
+from ckptstore.catalog.metrics import best_marks
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key

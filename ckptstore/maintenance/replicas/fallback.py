@@ -63,7 +63,7 @@ class Found:
     manifest: Manifest
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class FallThrough:
     """Replicas that a load of one version turns to. Any thread may use it.
 

@@ -111,14 +111,9 @@ def lower(
         content = read_content(part)
         shared = [*recent, *_alike(repo, version, target.level)]
         keys = {pack_key(pack): pack for table in shared for pack in table.packs}
-        work = _Rewriting(
-            repo=repo,
-            content=content,
-            orphans=_orphans(content),
-            tables=[part.pieces, *shared],
-            without=[keys[key] for key in repo.catalog.gone(keys)],
-            backend=backend or repo.backend,
-        )
+        without = [keys[key] for key in repo.catalog.gone(keys)]
+        tables, target_backend = [part.pieces, *shared], backend or repo.backend
+        work = _Rewriting(repo, content, _orphans(content), tables, without, target_backend)
         manifest = work.run(target.encodings)
         recent.append(manifest.pieces)
     rounding = None if work is None else work.rounding
@@ -306,7 +301,7 @@ class _Placed:
     last: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Rewriting:
     """One version on its way; owned by one thread."""
 

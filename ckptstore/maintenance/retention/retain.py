@@ -207,14 +207,8 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(
-        repo=repo,
-        policy=checked,
-        run=run,
-        free=free,
-        after=after,
-        times=StorageTimes(repo, strict=not dry_run),
-    )
+    times = StorageTimes(repo, strict=not dry_run)
+    applying = _Retaining(repo, checked, run, free, after, times)
     plans = applying.plans(repo.refresh())
     if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -255,7 +249,7 @@ def target_of(plan: RunPlan, decision: Decision) -> Target:
     return Target(level=decision.fate, encodings=encodings)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Retaining:
     """One call; owned by one thread."""
 
