@@ -168,11 +168,6 @@ _HELD = (
 )
 
 
-def _shares_document(shares: Sequence[Share]) -> list[dict[str, Any]]:
-    """Return the data that several runs need together."""
-    return [{"runs": share.runs, "bytes": share.size_bytes} for share in shares]
-
-
 def _draw_shares(screen: Screen, shares: Sequence[Share]) -> None:
     """Draw the data that several runs need together, if there is any."""
     if shares:
@@ -195,7 +190,7 @@ def _sharing_document(usage: SharedUsage, groups: _Groups) -> dict[str, Any]:
         "chunks_count": usage.chunks_count,
         "runs": {name: _held(part) for name, part in usage.runs.items() if name in groups},
         "versions": {x: _held(usage.versions[x]) for x in versions} if len(groups) == 1 else None,
-        "shares": _shares_document(_of(usage, groups)),
+        "shares": [{"runs": one.runs, "bytes": one.size_bytes} for one in _of(usage, groups)],
         "skipped": usage.skipped,
     }
 
@@ -337,7 +332,7 @@ def _stats_document(
             role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
         },
-        "shares": _shares_document(shared.shares),
+        "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
         "skipped": shared.skipped,
         "objects": objects_document(totals.objects),
     }

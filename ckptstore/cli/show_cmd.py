@@ -66,16 +66,10 @@ def show(
         listed = None
         if most != 0 and version.level != "record":
             listed = read_content(opening.repo.manifests.load(version)).tensors()
-        view = _View(
-            catalog=catalog,
-            version=version,
-            best=best_marks(catalog, [catalog.run(version.run)]).get(version.id, set()),
-            line=list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1)),
-            tensors=None if listed is None else listed[:most],
-            tensors_count=len(listed or ()),
-            receipt=receipt,
-            utc=utc,
-        )
+        best = best_marks(catalog, [catalog.run(version.run)]).get(version.id, set())
+        line = list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1))
+        part = None if listed is None else listed[:most]
+        view = _View(catalog, version, best, line, part, len(listed or ()), receipt, utc)
         output.show(view.document(opening.url) if options.json else {}, view.draw)
 
 
@@ -90,7 +84,7 @@ def _most(given: str | None, *, default: int | None) -> int | None:
     return int(given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _View:
     """Prints the details of a version."""
 
