@@ -154,8 +154,7 @@ def _families(repo: Repo, reach: Reach, catalog: Catalog) -> dict[_Chunk, _Famil
             with contextlib.suppress(IntegrityError, NotFoundError):  # the next collection sees it
                 manifest = repo.manifests.load(found)
         if manifest is None:
-            offsets = (table.offset for table in need.chunks)
-            needed += zip(need.packs, offsets, strict=True)
+            needed += zip(need.packs, (table.offset for table in need.chunks), strict=True)
             continue
         _collect(manifest, families)
         table, own = manifest.pieces, manifest.first[-1]

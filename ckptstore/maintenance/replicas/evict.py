@@ -103,8 +103,7 @@ def evict(
     StorageError
         One of the storages failed. What was evicted before stays so.
     """
-    pins = Pins(here=here, there=there) if pin else None
-    work = _Evicting(here=here, there=there, pins=pins)
+    work = _Evicting(here=here, there=there, pins=Pins(here=here, there=there) if pin else None)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
     if dry_run:
         return work.foreseen(versions, chosen)
@@ -350,8 +349,7 @@ class _Evicting:
 
     def _let_go_before(self, versions: Sequence[Version], pins: Pins) -> list[Version]:
         """Return those whose record alone is here, and which are there, not pinned."""
-        now = self.here.catalog
-        records = [now.version(one.id) for one in versions]
+        records = [self.here.catalog.version(one.id) for one in versions]
         records = [one for one in records if one.level == "record" and not one.deleted]
         return [one for one in records if self._holds(one) and not pins.has(one.id)]
 

@@ -93,8 +93,7 @@ class FallThrough:
             Of the kind of the error here: no replica can help either; has all reasons.
         """
         for found in self.candidates():
-            reading = _Split(owner=self, found=found)
-            return replace(read_content(found.manifest), read=reading)
+            return replace(read_content(found.manifest), read=_Split(owner=self, found=found))
         raise self.failure(self.why)
 
     def candidates(self) -> Iterator[Found]:

@@ -260,8 +260,7 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
         )
     )
     if commit is None:
-        deleted = target.catalog.version(version.id).deleted
-        return "deleted in the target" if deleted else "present"
+        return "deleted in the target" if target.catalog.version(version.id).deleted else "present"
     target.manifests.keep(arrival.manifest.digest, landed.manifest)
     return "copied"
 
