@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptstore.backends.transfers import Transfers
 from ckptstore.catalog.early_stopping import Verdict
-from ckptstore.catalog.history import History, Point
+from ckptstore.catalog.metrics import History, Point
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.checkpoint.content import TensorInfo
@@ -22,7 +22,7 @@ from ckptstore.maintenance.reports.diff import DiffReport, Side, TensorChange, V
 from ckptstore.maintenance.reports.publish import PublishReport
 from ckptstore.maintenance.reports.sharing import HeldBytes, Share, SharedUsage
 from ckptstore.maintenance.reports.usage import ObjectTotals, StoreStats
-from ckptstore.maintenance.retention.remove import Removal
+from ckptstore.maintenance.retention.by_hand import Removal
 from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
 from ckptstore.replicas.writeback import WriteBack

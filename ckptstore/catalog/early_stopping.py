@@ -73,10 +73,6 @@ class _Monitor:
         made._run = run
         return made
 
-    def _worse(self, value: float, by: float) -> float:
-        """Return the number that is worse than a value by an amount."""
-        return value + by if self.mode == "min" else value - by
-
     def _loss(self, value: float, bound: float) -> float:
         """Return by how much a value is worse than another; negative where it is better."""
         return value - bound if self.mode == "min" else bound - value
@@ -343,7 +339,7 @@ class DivergenceGuard(_Monitor):
         middle = median(values)
         mad = median(abs(value - middle) for value in values)
         scale = max(MAD_TO_SIGMA * mad, self.scale_min * abs(middle))
-        return self._worse(middle, self.factor * scale)
+        return middle + self.factor * (scale if self.mode == "min" else -scale)
 
     def update(self, step: int, value: float) -> Verdict:
         """Take the value at a step; say what it means, and roll back if that was asked for.

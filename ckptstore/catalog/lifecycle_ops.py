@@ -293,12 +293,11 @@ def delete(
         if version.tags and not force:
             msg = f"{version.label} is tagged {', '.join(version.tags)}"
             raise PolicyError(msg, hint="take the tags away, or force it (--force)")
-        if catalog.head_id(version.run) == version_id and not force:
-            others = any(v.id not in chosen for v in catalog.versions(version.run))
-            if others:
-                msg = f"{version.label} is the head of its run: the next save continues it"
-                hint = "roll back to another version first, or force it (--force)"
-                raise PolicyError(msg, hint=hint)
+        head = not force and catalog.head_id(version.run) == version_id
+        if head and any(v.id not in chosen for v in catalog.versions(version.run)):
+            msg = f"{version.label} is the head of its run: the next save continues it"
+            hint = "roll back to another version first, or force it (--force)"
+            raise PolicyError(msg, hint=hint)
     return [
         Delete(versions=part, reason=_reason(reason))
         for part in batches(wanted, limits.VERSIONS_PER_OP_MAX)

@@ -220,15 +220,11 @@ def _untouched(
     catalog: Catalog, run: str, *, policy: Policy | None = None, refused: str = ""
 ) -> RunPlan:
     why = "refused" if refused else "no policy"
-    return RunPlan(
-        run=run,
-        policy=policy,
-        decisions=tuple(
-            Decision(version=version, fate=version.level, reasons=(why,), reclaimable_bytes=0)
-            for version in catalog.versions(run)
-        ),
-        refused=refused,
+    decisions = tuple(
+        Decision(version=version, fate=version.level, reasons=(why,), reclaimable_bytes=0)
+        for version in catalog.versions(run)
     )
+    return RunPlan(run=run, policy=policy, decisions=decisions, refused=refused)
 
 
 class _Planning:
@@ -284,21 +280,18 @@ class _Planning:
             held.append(pinned_text(version))
         if version.id == self.head:
             held.append("head")
-        if version.tags and not self._says_tagged():
+        if version.tags and not any(Tagged() in self.policy.rules(level) for level in LEVELS):
             held.append("tagged " + ", ".join(version.tags))
         if self.free is not None and version.id not in self.free:
             held.append("not in the other store yet")
         if version.damaged:
             held.append("damaged: repair it, or rm it")
-        if fate not in ("gone", "record") and not _has_weights(version):
+        weights = version.roles.get("weights")
+        if fate not in ("gone", "record") and not (weights and weights.logical):
             held.append("no tensors of role weights")
         if held:
-            ruled = [] if fate == "gone" else reasons
-            return version.level, [*held, *ruled]
+            return version.level, [*held, *([] if fate == "gone" else reasons)]
         return fate, reasons
-
-    def _says_tagged(self) -> bool:
-        return any(Tagged() in self.policy.rules(level) for level in LEVELS)
 
     def _keep_a_verified(self, fates: dict[str, tuple[Fate, list[str]]]) -> None:
         """Keep the newest verified version as it is, if no verified one would stay so."""
@@ -318,8 +311,3 @@ class _Planning:
             for version_id in rule.chosen(among, self._view):
                 found.setdefault(version_id, []).append(str(rule))
         return found
-
-
-def _has_weights(version: Version) -> bool:
-    part = version.roles.get("weights")
-    return part is not None and part.logical > 0

@@ -121,22 +121,6 @@ class EveryTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
-    """Keeps versions while they are younger than that."""
-
-    seconds: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"within {duration_text(self.seconds)}"
-
-    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
-        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
-        line = (version for version in among if not version.abandoned)
-        return [version.id for version in line if view.times.age_s(version) < self.seconds]
-
-
-@dataclass(frozen=True, slots=True)
 class Best:
     """Keeps the best versions by a metric, in the direction that the run declared."""
 
@@ -166,51 +150,54 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged:
-    """Keeps versions that have a tag."""
+class All:
+    """Keeps every version, abandoned ones too; the rules that look at each by itself follow it."""
 
     def __str__(self) -> str:
         """Return the rule as text."""
-        return "tagged"
+        name, seconds = type(self).__name__.lower(), getattr(self, "seconds", None)
+        return name if seconds is None else f"{name} {duration_text(seconds)}"
 
     def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
         """Return the ids of the versions that the rule chooses; `among` is oldest first."""
-        return [version.id for version in among if version.tags]
+        return [version.id for version in among if self._keeps(version, view.times)]
+
+    def _keeps(self, version: Version, times: Times) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
+class Tagged(All):
+    """Keeps versions that have a tag."""
+
+    def _keeps(self, version: Version, times: Times) -> bool:
+        return bool(version.tags)
+
+
+@dataclass(frozen=True, slots=True)
+class Within(All):
+    """Keeps versions while they are younger than that."""
+
+    seconds: int
+
+    def _keeps(self, version: Version, times: Times) -> bool:
+        return not version.abandoned and times.age_s(version) < self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned(All):
     """Keeps versions that a rollback abandoned, while they are younger than that."""
 
     seconds: int
 
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"abandoned {duration_text(self.seconds)}"
-
-    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
-        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
-        left = (version for version in among if version.abandoned)
-        return [version.id for version in left if view.times.age_s(version) < self.seconds]
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """Keeps every version, abandoned ones too."""
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return "all"
-
-    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
-        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
-        return [version.id for version in among]
+    def _keeps(self, version: Version, times: Times) -> bool:
+        return version.abandoned and times.age_s(version) < self.seconds
 
 
 CONTESTED: Final = (Last, EverySteps, EveryTime, Best)
 """Rules that choose between versions; the others look at each by itself."""
 
-Rule = Last | EverySteps | EveryTime | Within | Best | Tagged | Abandoned | All
+Rule = Last | EverySteps | EveryTime | Best | All
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:

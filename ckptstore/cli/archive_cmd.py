@@ -22,7 +22,7 @@ from ckptstore.config import SYSTEM
 from ckptstore.errors import CkptStoreError, InvalidInputError, PolicyError, StorageError
 
 if TYPE_CHECKING:
-    from ckptstore.jobs.report import JobReport, StepReport
+    from ckptstore.jobs.work import JobReport, StepReport
     from ckptstore.maintenance.cold.archive import ArchiveReport
 
 
@@ -180,11 +180,12 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
         Nothing was done.
     """
     from ckptstore.jobs import read_job, run_job
-    from ckptstore.jobs.report import exposition
+    from ckptstore.jobs.job_outputs import check_file
 
     wanted = read_job(job)
-    files = _Files() if dry_run else _Files(report=options.report_file, metrics=options.metrics)
-    files.check()
+    files = JobOptions() if dry_run else options
+    for path in filter(None, (files.report_file, files.metrics)):
+        check_file(path)
     before = _last_success(options.report_file)
     since_last = options.since == "last"
     moment = before.covered_until if since_last else options.since
@@ -201,8 +202,18 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
                 progress=progress,
             )
     except CkptStoreError as error:
+        document = {
+            "name": wanted.name,
+            "ok": False,
+            "exit_code": error.exit_code,
+            "error": error.message,
+            "hint": error.hint,
+            "kind": error.kind,
+            "last_success": before.last_success,
+            "last": asdict(before),
+        }
         try:
-            files.write_failure(wanted.name, error, before)
+            _leave(files, wanted.name, None, document)
         except StorageError as unwritten:  # what stopped the job says more
             output.note(str(unwritten))
         raise
@@ -212,7 +223,7 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
         )
     document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
     document |= {"last_success": before.last_success, "last": asdict(before)}
-    files.write(document, exposition(done.name, done, now_s=SYSTEM.now_ms() / 1000))
+    _leave(files, done.name, done, document)
     output.show(document, lambda screen: _draw_job(screen, done))
     if done.exit_code:
         raise typer.Exit(done.exit_code)
@@ -229,45 +240,18 @@ class _Success:
     target_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Files:
-    """Files that a run leaves for other programs; None where none is wanted."""
+def _leave(
+    files: JobOptions, name: str, done: JobReport | None, document: Mapping[str, Any]
+) -> None:
+    """Replace the files that a run leaves for other programs; `done` is None if it failed."""
+    from ckptstore.jobs.job_outputs import replace_file
+    from ckptstore.jobs.work import exposition
 
-    report: Path | None = None
-    metrics: Path | None = None
-
-    def check(self) -> None:
-        """Refuse files that could not be written, before anything is done."""
-        from ckptstore.jobs.job_outputs import check_file
-
-        for path in (self.report, self.metrics):
-            if path is not None:
-                check_file(path)
-
-    def write(self, document: Mapping[str, Any], figures: str) -> None:
-        """Replace both."""
-        from ckptstore.jobs.job_outputs import replace_file
-
-        if self.report is not None:
-            replace_file(self.report, (encode_document(document) + "\n").encode())
-        if self.metrics is not None:
-            replace_file(self.metrics, figures.encode())
-
-    def write_failure(self, name: str, error: CkptStoreError, before: _Success) -> None:
-        """Say that nothing could be done, and keep when the last run was that did all."""
-        from ckptstore.jobs.report import exposition
-
-        document = {
-            "name": name,
-            "ok": False,
-            "exit_code": error.exit_code,
-            "error": error.message,
-            "hint": error.hint,
-            "kind": error.kind,
-            "last_success": before.last_success,
-            "last": asdict(before),
-        }
-        self.write(document, exposition(name, None, now_s=SYSTEM.now_ms() / 1000))
+    if files.report_file is not None:
+        replace_file(files.report_file, (encode_document(document) + "\n").encode())
+    if files.metrics is not None:
+        figures = exposition(name, done, now_s=SYSTEM.now_ms() / 1000)
+        replace_file(files.metrics, figures.encode())
 
 
 def _last_success(path: Path | None) -> _Success:

@@ -55,15 +55,13 @@ def diff(
     output = options.output("diff")
     with opened(options) as opening:
         give_replica(opening, replica, source)
-        refs = [f"#{find_version(opening, ref).id}" for ref in (first, second)]
-        report = opening.diff(*refs)
+        report = opening.diff(*[f"#{find_version(opening, ref).id}" for ref in (first, second)])
         errors: Mapping[str, TensorError | None] = {}
         if values:
             with output.progress() as progress:
                 errors = report.errors(progress=progress)
     view = _View(report=report, errors=errors, with_values=values, limit=limit)
-    document = diff_document(report, errors) if options.json else {}
-    output.show(document, view.draw)
+    output.show(diff_document(report, errors) if options.json else {}, view.draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +76,7 @@ class _View:
     def draw(self, screen: Screen) -> None:
         """Draw the counts, the tensors that differ, and the values that differ."""
         report = self.report
-        names = [version_text(one) for one in (report.first, report.second)]
-        screen.heading(" -> ".join(names))
+        screen.heading(" -> ".join(map(version_text, (report.first, report.second))))
 
         def size(status: Status) -> str:
             return bytes_text(sum(map(_nbytes, report.of(status))))

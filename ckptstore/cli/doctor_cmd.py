@@ -134,14 +134,8 @@ def draw_findings(screen: Screen, report: Mapping[str, Any]) -> None:
     if not report:
         screen.line("nothing is recorded about the storage")
         return
-    rows = [
-        (
-            check["name"],
-            Text("holds", "green") if check["passed"] else Text("FAILS", "bold red"),
-            check["detail"],
-        )
-        for check in report["checks"]
-    ]
+    said = {True: Text("holds", "green"), False: Text("FAILS", "bold red")}
+    rows = [(one["name"], said[bool(one["passed"])], one["detail"]) for one in report["checks"]]
     screen.table((Column("CHECK"), Column(""), Column("SEEN")), rows)
     screen.line()
     latencies = [(name, seconds_text(ms / 1000)) for name, ms in report["latencies_ms"].items()]

@@ -53,8 +53,7 @@ def du(
     """
     output = options.output("du")
     with opened(options) as opening:
-        version = _version(opening, what)
-        groups = _groups(opening, what, version)
+        groups = _groups(opening, what)
         objects = opening.stats().objects if what is None else {}
         one_run = what is not None
         usage: SharedUsage | None = None
@@ -89,20 +88,13 @@ def du(
             output.note(f"left out: {reason}")
 
 
-def _version(store: Store, what: str | None) -> Version | None:
-    """Return the version that was named; None if a run or the whole store was."""
-    if what is None or what in {info.name for info in store.runs()}:
-        return None
-    # A name alone is that of a run, even of one that is not there.
-    return find_version(store, what)
-
-
-def _groups(store: Store, what: str | None, version: Version | None) -> dict[str, list[Version]]:
-    """Return versions by run, including runs without versions."""
-    if version is not None:
+def _groups(store: Store, what: str | None) -> dict[str, list[Version]]:
+    """Return versions by run: the named one, or those of a run or of all, empty ones included."""
+    names = [info.name for info in store.runs()]
+    if what is not None and what not in names:
+        version = find_version(store, what)
         return {version.run: [version]}
-    names = [info.name for info in store.runs() if what in {None, info.name}]
-    groups: dict[str, list[Version]] = {name: [] for name in names}
+    groups: dict[str, list[Version]] = {name: [] for name in names if what in {None, name}}
     for version in store.versions(what):
         groups[version.run].append(version)
     return groups
@@ -176,11 +168,6 @@ _HELD = (
 )
 
 
-def _shares_document(shares: Sequence[Share]) -> list[dict[str, Any]]:
-    """Return the data that several runs need together."""
-    return [{"runs": share.runs, "bytes": share.size_bytes} for share in shares]
-
-
 def _draw_shares(screen: Screen, shares: Sequence[Share]) -> None:
     """Draw the data that several runs need together, if there is any."""
     if shares:
@@ -203,7 +190,7 @@ def _sharing_document(usage: SharedUsage, groups: _Groups) -> dict[str, Any]:
         "chunks_count": usage.chunks_count,
         "runs": {name: _held(part) for name, part in usage.runs.items() if name in groups},
         "versions": {x: _held(usage.versions[x]) for x in versions} if len(groups) == 1 else None,
-        "shares": _shares_document(_of(usage, groups)),
+        "shares": [{"runs": one.runs, "bytes": one.size_bytes} for one in _of(usage, groups)],
         "skipped": usage.skipped,
     }
 
@@ -345,7 +332,7 @@ def _stats_document(
             role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
         },
-        "shares": _shares_document(shared.shares),
+        "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
         "skipped": shared.skipped,
         "objects": objects_document(totals.objects),
     }

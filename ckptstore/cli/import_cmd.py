@@ -94,6 +94,5 @@ def _directions(lower: Sequence[str], higher: Sequence[str]) -> dict[str, str]:
     """Return the direction in which each metric is better."""
     both = sorted({*lower} & {*higher})
     if both:
-        msg = f"the metric {both[0]!r} is given to both --min and --max"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(f"the metric {both[0]!r} is given to both --min and --max")
     return {**dict.fromkeys(lower, "min"), **dict.fromkeys(higher, "max")}

@@ -14,8 +14,8 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, SetAside, Swept, Verified
-from ckptstore.catalog.history import History, Point, history
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.metrics import History, Point, history
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
@@ -100,8 +100,7 @@ def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, ut
     from ckptstore.cli.log_graph import graph_of
 
     tree = graph_of(store, run, limit, utc=utc)
-    document = {"store": store.url, "graph": tree.document() if output.as_json else {}}
-    output.show(document, tree.draw)
+    output.show({"store": store.url, "graph": tree.document() if output.as_json else {}}, tree.draw)
     total = tree.catalog.versions_count
     shown = len(tree.versions) if run is None else total
     output.note_rest(shown, total, "version", lists="shows")
@@ -119,14 +118,10 @@ def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list
 
 
 def _touches(commit: Commit, catalog: Catalog, run: str) -> bool:
-    return any(run in _runs_of(op, catalog) for op in commit.ops)
-
-
-def _runs_of(op: Op, catalog: Catalog) -> set[str]:
-    """Return the runs that an operation names, directly or through versions."""
-    ids = [getattr(op, "version", ""), *getattr(op, "versions", ())]
+    """Return whether an operation of a commit names a run, directly or through versions."""
+    ids = [v for x in commit.ops for v in (getattr(x, "version", ""), *getattr(x, "versions", ()))]
     runs = {catalog.version(version).run for version in ids if catalog.has_version(version)}
-    return runs | {getattr(op, "run", "")}
+    return run in runs or any(getattr(op, "run", "") == run for op in commit.ops)
 
 
 def _name(op: Op) -> str:
@@ -213,12 +208,6 @@ def _directions(op: CreateRun | Declare, _: Catalog) -> str:
     return f"{op.run} ({known})" if known else op.run
 
 
-def _replica(op: NameReplica | UnnameReplica, _: Catalog) -> str:
-    return (
-        f"{op.name} is {op.url}, store {op.store[:8]}" if isinstance(op, NameReplica) else op.name
-    )
-
-
 def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
@@ -299,8 +288,8 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Swept: _objects,
     Verified: _versions,
     Quarantine: _versions,
-    NameReplica: _replica,
-    UnnameReplica: _replica,
+    NameReplica: lambda op, _: f"{op.name} is {op.url}, store {op.store[:8]}",
+    UnnameReplica: lambda op, _: op.name,
 }
 """Type of an operation to the function that describes it."""
 
@@ -398,5 +387,4 @@ def _kept(point: Point) -> str:
 
 
 def _tags(found: History, point: Point) -> str:
-    latest = ["latest"] if point.version.id == found.head else []
-    return " ".join([*latest, *point.version.tags])
+    return " ".join([*["latest"] * (point.version.id == found.head), *point.version.tags])

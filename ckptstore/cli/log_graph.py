@@ -23,7 +23,7 @@ _METRICS = 3
 _Event = tuple[Commit, Rollback]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Graph:
     """Versions in the order in which they are drawn, with their marks."""
 
@@ -140,13 +140,8 @@ def graph_of(store: Store, run: str | None, limit: int, *, utc: bool) -> Graph:
         for v in versions
     }
     order = arranged(parents, first)
-    return Graph(
-        catalog=catalog,
-        versions=[chosen[version_id] for version_id in order],
-        parents=parents,
-        events=_events(store, versions),
-        utc=utc,
-    )
+    shown = [chosen[version_id] for version_id in order]
+    return Graph(catalog, shown, parents, _events(store, versions), utc=utc)
 
 
 def _neighbours(catalog: Catalog, run: str, chosen: dict[str, Version]) -> Iterable[Version]:

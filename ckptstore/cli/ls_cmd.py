@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.history import best_marks
+from ckptstore.catalog.metrics import best_marks
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions, Utc
@@ -82,16 +82,10 @@ def ls(
             total = len(found)
         wanted = (total if options.json else _ROWS) if limit is None else limit or total
         versions = list(islice(found, min(wanted, total)))
+        metrics = metric or _usual_metrics(runs, versions, sort)
+        heads, best = {info.head for info in runs}, best_marks(catalog, runs)
         listing = _Listing(
-            catalog=catalog,
-            runs=runs,
-            versions=versions,
-            total=total,
-            heads={info.head for info in runs},
-            best=best_marks(catalog, runs),
-            one_run=run is not None,
-            metrics=metric or _usual_metrics(runs, versions, sort),
-            utc=utc,
+            catalog, runs, versions, total, heads, best, metrics, one_run=run is not None, utc=utc
         )
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
     if total or not (where or tag):
@@ -110,7 +104,7 @@ def _usual_metrics(
     return order[:_METRIC_COLUMNS_MAX]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Listing:
     """Prints the listing of runs and versions."""
 
@@ -122,8 +116,8 @@ class _Listing:
     heads: AbstractSet[str]
     """Ids of the heads of the runs listed."""
     best: Mapping[str, set[str]]
-    one_run: bool
     metrics: Sequence[str]
+    one_run: bool
     utc: bool
 
     def document(self, url: str) -> dict[str, Any]:
@@ -170,6 +164,10 @@ class _Listing:
 
     def _draw_versions(self, screen: Screen) -> None:
         last = 3 + len(self.metrics)  # the first metric is the last to go
+        metrics = [
+            Column(name.upper(), partial(self._metric, name), right=True, wrap=False, drop=drop)
+            for drop, name in zip(range(last, 3, -1), self.metrics, strict=True)
+        ]
 
         def size(of: Callable[[RoleBytes], int]) -> Callable[[Version], str]:
             return lambda version: bytes_text(of(sum_roles(version.roles.values())))
@@ -181,16 +179,7 @@ class _Listing:
             Column("ID", lambda version: version.id[:8], wrap=False),
             Column("SAVED", lambda v: time_text(v.created_at, utc=self.utc), wrap=False, drop=1),
             Column("AGE", version_age, right=True, wrap=False),
-            *(
-                Column(
-                    name.upper(),
-                    partial(self._metric, name),
-                    right=True,
-                    wrap=False,
-                    drop=last - place,
-                )
-                for place, name in enumerate(self.metrics)
-            ),
+            *metrics,
             Column("SIZE", size(lambda total: total.logical), right=True, wrap=False, drop=2),
             Column("STORED", size(lambda total: total.stored), right=True, wrap=False, drop=3),
             Column("TAGS", self._tags),

@@ -229,9 +229,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 1
     if code == EXIT_INTERRUPTED:
         hint = _GO_ON.get(only, _AGAIN)
-        write_error("interrupted", hint)
-        if as_json:
-            write_error_document("cancelled", "interrupted", hint, code)
+        return report(errors.OperationCancelledError("interrupted", hint=hint), as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
@@ -262,8 +260,7 @@ def _usage(error: Exception, command: str, *, as_json: bool) -> int:
         hint = meant("command", command, COMMANDS)
     if command in {"log", "stats"} and "--plot" in message:
         hint = "ckptstore report FILE.html draws it, and more"
-    problem = InvalidInputError(message, hint=hint)
-    return report(problem, as_json=as_json)
+    return report(InvalidInputError(message, hint=hint), as_json=as_json)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from ckptstore.cli.store_options import DryRun, WriterOptions
 from ckptstore.cli.text import bytes_text, count_text, freed_later, version_text
 from ckptstore.errors import InvalidInputError, PolicyError, VersionNotFoundError
 from ckptstore.maintenance.reports.documents import name_document
-from ckptstore.maintenance.retention.remove import Removal
+from ckptstore.maintenance.retention.by_hand import Removal
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -94,8 +94,7 @@ def _summary(found: Sequence[Removal], *, dry_run: bool) -> str:
     if kept:
         return f"0 would be deleted: {count_text(kept)} of {count_text(len(found))} in the way"
     freed = freed_later(sum(removal.reclaimable_bytes for removal in found))
-    done = "would be deleted" if dry_run else "deleted"
-    return f"{count_text(len(found))} {done}; {freed}"
+    return f"{count_text(len(found))} {'would be deleted' if dry_run else 'deleted'}; {freed}"
 
 
 def _draw(screen: Screen, found: Sequence[Removal]) -> None:

@@ -13,7 +13,7 @@ from ckptstore.cli.text import listed, version_text
 from ckptstore.config import variable
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.retention.rollback import Rolled
+    from ckptstore.maintenance.retention.by_hand import Rolled
 
 _NAMED: Final = 10
 """Abandoned versions that the text lists."""
@@ -41,7 +41,7 @@ def rollback(
     ckptstore rollback gpt@best:val_loss
     ckptstore rollback gpt@~1 --reason 'loss spike'
     """
-    from ckptstore.maintenance.retention.rollback import rollback as roll
+    from ckptstore.maintenance.retention.by_hand import rollback as roll
 
     output = options.output("rollback")
     with opened(options, writing=True) as opening:

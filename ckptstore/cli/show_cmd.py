@@ -11,25 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.history import best_marks
+from ckptstore.catalog.metrics import best_marks
+from ckptstore.cli import text
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions, Utc
-from ckptstore.cli.text import (
-    bytes_text,
-    count_text,
-    metric_text,
-    receipt_text,
-    time_text,
-    version_age,
-    version_text,
-)
 from ckptstore.encodings.encoding import LOSSLESS
 from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.reports import documents
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import Version, auto_choice
-from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.content import TensorInfo
@@ -65,45 +56,35 @@ def show(
     ckptstore show gpt@best:val_loss
     ckptstore show gpt@1200 --tensors all --receipt
     """
+    from ckptstore.checkpoint.content import read_content
+
     output = options.output("show")
     most = _most(tensors, default=None if options.json else _TENSORS)
     with opened(options) as opening:
         version = find_version(opening, ref)
         catalog = opening.repo.catalog
-        unlisted = most == 0 or version.level == "record"
-        listed = None if unlisted else _tensors(opening, version)
-        view = _View(
-            catalog=catalog,
-            version=version,
-            best=best_marks(catalog, [catalog.run(version.run)]).get(version.id, set()),
-            line=list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1)),
-            tensors=None if listed is None else listed[:most],
-            tensors_count=len(listed or ()),
-            receipt=receipt,
-            utc=utc,
-        )
+        listed = None
+        if most != 0 and version.level != "record":
+            listed = read_content(opening.repo.manifests.load(version)).tensors()
+        best = best_marks(catalog, [catalog.run(version.run)]).get(version.id, set())
+        line = list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1))
+        part = None if listed is None else listed[:most]
+        view = _View(catalog, version, best, line, part, len(listed or ()), receipt, utc)
         output.show(view.document(opening.url) if options.json else {}, view.draw)
 
 
-def _most(text: str | None, *, default: int | None) -> int | None:
+def _most(given: str | None, *, default: int | None) -> int | None:
     """Return the number of tensors to list; None for all."""
-    if text is None:
+    if given is None:
         return default
-    if text == "all":
+    if given == "all":
         return None
-    if not text.isdecimal():
-        raise InvalidInputError(f"--tensors wants a number or 'all', not {text!r}")
-    return int(text)
+    if not given.isdecimal():
+        raise InvalidInputError(f"--tensors wants a number or 'all', not {given!r}")
+    return int(given)
 
 
-def _tensors(store: Store, version: Version) -> list[TensorInfo]:
-    """Return the manifest's entry of each tensor; reads no data and needs no torch."""
-    from ckptstore.checkpoint.content import read_content
-
-    return read_content(store.repo.manifests.load(version)).tensors()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _View:
     """Prints the details of a version."""
 
@@ -159,8 +140,8 @@ class _View:
         entries = {"auto": auto} if auto else {}
         for name, value in version.receipt.items():
             if not name.startswith("auto_"):
-                entries[name] = receipt_text(name, value)
-        manifest = f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})"
+                entries[name] = text.receipt_text(name, value)
+        manifest = f"{version.manifest_key} ({text.bytes_text(version.manifest_bytes)})"
         if version.level == "record":
             manifest = "none: only the record is kept"
         kept = {"content": version.content, "commit": str(version.commit), "manifest": manifest}
@@ -175,12 +156,13 @@ class _View:
             f"{name} at {named.url}" if (named := self.catalog.replicas.get(name)) else name
             for name in documents.replica_names(version, self.catalog.replicas)
         ]
-        shown = [version_text(one) for one in self.line[:_ANCESTORS_SHOWN]]
+        shown = [text.version_text(one) for one in self.line[:_ANCESTORS_SHOWN]]
         if len(self.line) > _ANCESTORS_SHOWN:
             shown.append("...")
+        saved = text.time_text(version.created_at, utc=self.utc)
         return {
             "id": version.id,
-            "saved": f"{time_text(version.created_at, utc=self.utc)} ({version_age(version)} ago)",
+            "saved": f"{saved} ({text.version_age(version)} ago)",
             "tags": " ".join(tags) or "-",
             **({"state": ", ".join(marks)} if marks else {}),
             **({"replicas": ", ".join(held)} if held else {}),
@@ -192,7 +174,7 @@ class _View:
         screen.listing(
             sorted(self.version.metrics.items()),
             Column("METRIC", lambda item: item[0]),
-            Column("VALUE", lambda item: metric_text(item[1]), right=True),
+            Column("VALUE", lambda item: text.metric_text(item[1]), right=True),
             Column("BETTER", lambda item: directions.get(item[0], "-")),
             Column("", lambda item: "best of the run" if item[0] in self.best else ""),
         )
@@ -203,9 +185,9 @@ class _View:
         screen.listing(
             roles.items(),
             Column("ROLE", lambda item: item[0]),
-            Column("SIZE", lambda item: bytes_text(item[1].logical), right=True),
-            Column("NEW", lambda item: bytes_text(item[1].new), right=True),
-            Column("STORED", lambda item: bytes_text(item[1].stored), right=True),
+            Column("SIZE", lambda item: text.bytes_text(item[1].logical), right=True),
+            Column("NEW", lambda item: text.bytes_text(item[1].new), right=True),
+            Column("STORED", lambda item: text.bytes_text(item[1].stored), right=True),
         )
 
     def _draw_forms(self, screen: Screen) -> None:
@@ -218,8 +200,10 @@ class _View:
             coded,
             Column("ENCODED", lambda t: t.path),
             Column("STORED", lambda t: f"as {t.derived_from}" if t.derived_from else t.encoding),
-            Column("SIZE", lambda t: bytes_text(t.nbytes), right=True, wrap=False, drop=3),
-            Column("CODED", lambda t: bytes_text(t.coded_bytes), right=True, wrap=False, drop=4),
+            Column("SIZE", lambda t: text.bytes_text(t.nbytes), right=True, wrap=False, drop=3),
+            Column(
+                "CODED", lambda t: text.bytes_text(t.coded_bytes), right=True, wrap=False, drop=4
+            ),
             Column("MAX ABS", lambda t: f"{t.max_abs:.3g}", right=True),
             Column("BOUND", lambda t: _bound(t.max_abs_bound), right=True, drop=1),
             Column("REL L2", lambda t: f"{t.rel_l2:.3g}", right=True),
@@ -234,11 +218,11 @@ class _View:
             Column("DTYPE", lambda t: t.dtype),
             Column("SHAPE", lambda t: "x".join(map(str, t.shape)) or "scalar", right=True),
             Column("ROLE", lambda t: t.role, drop=1),
-            Column("SIZE", lambda t: bytes_text(t.nbytes), right=True, wrap=False),
+            Column("SIZE", lambda t: text.bytes_text(t.nbytes), right=True, wrap=False),
             Column("KIND", lambda t: t.kind + "".join(f" = {alias}" for alias in t.aliases)),
         )
         if more := max(0, self.tensors_count - len(tensors)):
-            screen.line(f"and {count_text(more)} more; --tensors all lists them")
+            screen.line(f"and {text.count_text(more)} more; --tensors all lists them")
 
 
 def _bound(value: float | None) -> str:

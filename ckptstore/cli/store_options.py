@@ -6,7 +6,6 @@ Related options form one parameter: a group, see :func:`ckptstore.cli.main.flatt
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -348,13 +347,12 @@ def parse_metrics(texts: Sequence[str]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for text in texts:
-        name, equals, value = text.rpartition("=")
+        name, _, value = text.rpartition("=")
         try:
             number = float(value)
         except ValueError:
-            number = math.nan
-            equals = ""
-        if not equals or not name:
+            name = ""
+        if not name:
             raise InvalidInputError(f"{text!r} is not NAME=NUMBER", hint="such as val_loss=2.31")
         if name in metrics:
             raise InvalidInputError(f"the metric {name!r} is given twice")

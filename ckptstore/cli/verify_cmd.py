@@ -20,7 +20,7 @@ from ckptstore.store import Store, mend_superblock
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import VerifyReport
-    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.fix_opening import SuperblockFinding
     from ckptstore.maintenance.repair.repair import RepairReport
 
 VerifyLevel = Literal["full", "records"]
@@ -119,8 +119,7 @@ def _document(report: VerifyReport, url: str) -> dict[str, Any]:
         problem["tensor"] = problem["tensor"] or None
         if not problem["version"]:
             problem.update(version=None, run=None, step=None)
-    damaged = report.damaged_versions
-    return {"store": url, "ok": report.ok, **document, "damaged_versions": damaged}
+    return {"store": url, "ok": report.ok, **document, "damaged_versions": report.damaged_versions}
 
 
 def _heal(
@@ -194,8 +193,7 @@ def _draw_notices(screen: Screen, report: VerifyReport) -> None:
         sizes = [notice.size_bytes for notice in report.notices if notice.kind == kind]
         if sizes:
             meaning = one if len(sizes) == 1 else many
-            objects = counted(len(sizes), "object")
-            screen.line(f"{objects} {meaning}, {bytes_text(sum(sizes))}")
+            screen.line(f"{counted(len(sizes), 'object')} {meaning}, {bytes_text(sum(sizes))}")
 
 
 _NOTICES: Final = {
@@ -323,8 +321,7 @@ def _draw_repair(
     if superblock is not None:
         _draw_origin(screen, superblock)
     if rows := _rows(report):
-        titles = ("WHAT", "ID", "STATE", "TENSORS", "WHY")
-        screen.table([Column(title) for title in titles], rows)
+        screen.table([*map(Column, ("WHAT", "ID", "STATE", "TENSORS", "WHY"))], rows)
         screen.line()
     screen.lines(_notes(report))
     if not all(commit.mended or commit.set_aside for commit in report.commits):

@@ -48,7 +48,7 @@ _MODEL: Final = "model"
 _STORAGES: Final = (torch.TypedStorage, torch.UntypedStorage)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Read:
     """A state read from files; its tensors are mapped memory."""
 
@@ -264,12 +264,8 @@ def _read_shards(index: Path, stack: ExitStack) -> _Read:
     if said.isdecimal() and int(said) > held:
         msg = f"{index} says that its files hold {said} bytes of tensors; they hold {held}"
         raise errors.FormatError(msg, hint="copy the folder again, or take total_size out of it")
-    return _Read(
-        state=state,
-        format=f"{' and '.join(sorted(formats))} shards",
-        files=(index.name, *names),
-        metadata=metadata,
-    )
+    kind = f"{' and '.join(sorted(formats))} shards"
+    return _Read(state, kind, (index.name, *names), metadata)
 
 
 class _Index(msgspec.Struct):

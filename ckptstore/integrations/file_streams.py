@@ -100,8 +100,7 @@ class FileWriter(io.RawIOBase):
         try:
             if self._held or not self._parts:
                 self._flush_part()
-            whole = (self._written,)
-            shards = [replace(part.shards[0], shape=whole) for part in self._parts]
+            shards = [replace(part.shards[0], shape=(self._written,)) for part in self._parts]
             self.done([replace(p, shards=(s,)) for p, s in zip(self._parts, shards, strict=True)])
         finally:
             super().close()

@@ -143,8 +143,7 @@ def class_named(config: Mapping[str, Any]) -> Any:  # a class of transformers
     name = names[0] if isinstance(names, list) and names else ""
     kind = getattr(transformers, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        msg = f"transformers has no model class {name!r}"
-        raise InvalidInputError(msg, hint=_GIVE_MODEL)
+        raise InvalidInputError(f"transformers has no model class {name!r}", hint=_GIVE_MODEL)
     return kind
 
 
@@ -269,8 +268,7 @@ def _with_own_base(saved: SavedModel) -> Any:  # a PeftModel, or None
     if not saved.state.keys() <= adapted.state_dict().keys():
         return None
     _filled(adapted, saved)
-    whole = not any(tensor.is_meta for tensor in adapted.state_dict().values())
-    return adapted if whole else None
+    return None if any(tensor.is_meta for tensor in adapted.state_dict().values()) else adapted
 
 
 def _write_alone(saved: SavedModel, folder: Path, model: Any, options: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ _LEFT_OUT: Final = frozenset({"bytes", "generator"})
 """Kinds of leaves that are stored as tensors, but are none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FileTensor:
     """One tensor of the file."""
 
@@ -128,15 +128,8 @@ def file_tensor(name: str, leaf: Leaf, content: Content) -> FileTensor:
     if described:
         msg = f"the tensor {text!r} is {described}, which a safetensors file cannot hold"
         raise StateError(msg, hint=f"leave it out: --exclude '{text}'")
-    return FileTensor(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        index=leaf.index,
-        order=order,
-        view=view,
-        blocks=record.blocks is not None,
-    )
+    boxed = record.blocks is not None
+    return FileTensor(name, dtype, shape, leaf.index, order, view, blocks=boxed)
 
 
 def _ints(node: Node) -> tuple[int, ...]:

@@ -93,8 +93,7 @@ class CkptStoreManager(titan.CheckpointManager):  # type: ignore[misc]  # not fo
             the background, the next save raises it.
         """
         del to_hf  # refused at the beginning
-        step = int(checkpoint_id.rpartition("step-")[2])
-        writer = CkptStoreWriter(self._run, step=step)
+        writer = CkptStoreWriter(self._run, step=int(checkpoint_id.rpartition("step-")[2]))
         words: dict[str, Any] = {"state_dict": state_dict, "storage_writer": writer}
         saving = None
         if async_mode == titan.AsyncMode.DISABLED:
@@ -148,8 +147,7 @@ class CkptStoreManager(titan.CheckpointManager):  # type: ignore[misc]  # not fo
             return bool(super().load(step))
         ref, model_only = found
         titan.logger.info("Loading the version %s of the run %s.", ref, self._run.name)
-        states = self._states_to_load(model_only)
-        self.dcp_load(states, ref, from_hf=False, from_quantized=False)
+        self.dcp_load(self._states_to_load(model_only), ref, from_hf=False, from_quantized=False)
         titan.GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 

@@ -124,9 +124,7 @@ class Tracking:
         self._waiting: dict[str, None] = {}
         if target is None:
             return
-        self._thread = start_thread(
-            functools.partial(self._work, target), f"ckptstore-{target.kind}"
-        )
+        self._thread = start_thread(lambda: self._work(target), f"ckptstore-{target.kind}")
         run._session.trackers[run.name, target.kind] = dict(target.about)
         self._end = run._session.events.observe(self._hear)
         atexit.register(self.close)
@@ -183,8 +181,7 @@ class Tracking:
 
     def _warn(self, one: str, why: str) -> None:
         kind, name = self._target.kind if self._target else "", f"#{one[:8]}"
-        hint = _HINT.format(name)
-        _log.warning("%s was not logged in %s: %s -- %s", name, kind, why, hint)
+        _log.warning("%s was not logged in %s: %s -- %s", name, kind, why, _HINT.format(name))
 
 
 def _text(error: Exception) -> str:

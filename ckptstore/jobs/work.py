@@ -13,24 +13,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from ckptstore import limits
+from ckptstore import errors, limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.levels import LEVELS
-from ckptstore.catalog.replica_ops import had_content
+from ckptstore.catalog.replica_ops import had_content, has_less
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
-from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.job_file import Archive, Job, Place
-from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.replicas.evict import SecondLook, evict
 from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
+from ckptstore.maintenance.reports.prometheus_text import metric
 from ckptstore.maintenance.retention.retain import RetainReport, retain
 from ckptstore.model import Version, naming
 from ckptstore.store import Store, open_store
@@ -77,16 +75,8 @@ def run_job(
         source, target = _opened(stack, job, dry_run=dry_run)
         if since_target not in ("", target.info.store_id):
             since_s = None
-        run = _Run(
-            job=job,
-            source=source,
-            target=target,
-            dry_run=dry_run,
-            times=StorageTimes(source.repo),
-            since_s=since_s,
-            environment=environment,
-            progress=progress,
-        )
+        times = StorageTimes(source.repo)
+        run = _Run(job, source, target, times, since_s, environment, progress, dry_run=dry_run)
         covered_s = max(0.0, run.times.seen_until_s() - run.age(job.select.older_than))
         run.work()
         return JobReport(
@@ -117,7 +107,7 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
         )
     if source.info.store_id == target.info.store_id:
         msg = f"the source and the target of the job {job.name!r} are one store"
-        raise ConflictError(msg, hint="name two stores, neither a copy of the other")
+        raise errors.ConflictError(msg, hint="name two stores, neither a copy of the other")
     return source, target
 
 
@@ -138,7 +128,7 @@ def _told_which(place: str, url: str) -> Iterator[None]:
     """Name the store that could not be opened in an error."""
     try:
         yield
-    except CkptStoreError as error:
+    except errors.CkptStoreError as error:
         msg = f"the {place}, {_shown(url)}, cannot be opened: {error.message}"
         raise type(error)(msg, hint=error.hint) from error
 
@@ -161,19 +151,19 @@ def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Run:
     """One run; owned by the calling thread."""
 
     job: Job
     source: Store
     target: Store
-    dry_run: bool
     times: StorageTimes
     """Of the source."""
     since_s: float | None
     environment: Environment
     progress: ProgressCallback
+    dry_run: bool
     steps: list[StepReport] = field(default_factory=list)
     replicated: ReplicateReport | None = None
 
@@ -225,7 +215,7 @@ class _Run:
         result: Mapping[str, Any] = {}
         try:
             result = work()
-        except CkptStoreError as failure:
+        except errors.CkptStoreError as failure:
             error, code = str(failure), failure.exit_code
             _log.warning("job %s: %s: %s", self.job.name, name, failure)
         else:
@@ -307,12 +297,11 @@ class _Run:
             if one.version.id in chosen and _holds(target.catalog, one.version, other)
         }
         missed = missing(target, list(relied.values())) if relied else set()
-        second = SecondLook(
-            here=source,
-            there=target,
-            holds=lambda version: _holds(target.catalog, version, other),
-            done="removed or reduced",
-        )
+
+        def holds(version: Version) -> bool:
+            return _holds(target.catalog, version, other)
+
+        second = SecondLook(source, target, holds, "removed or reduced")
 
         def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
             """Return the ids of all versions that the target lost up to this commit."""
@@ -440,8 +429,8 @@ def _has(there: Catalog, version: Version, store: str) -> bool:
     if not there.has_version(version.id):
         return False
     found = there.version(version.id)
-    at_least = LEVELS.index(found.level) >= LEVELS.index(version.level)
-    return is_settled(found) or (at_least and not found.damaged and store in version.replicas)
+    whole = not (has_less(found, version) or found.damaged)
+    return is_settled(found) or (whole and store in version.replicas)
 
 
 def is_settled(there: Version) -> bool:
@@ -458,3 +447,127 @@ def _rests_on(there: Catalog, version: Version, store: str) -> bool:
         return False
     found = there.version(version.id)
     return found.level == "record" and not found.deleted and set(found.replicas) == {store}
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+StepName: TypeAlias = Literal[
+    "scrub-source",
+    "replicate",
+    "scrub-target",
+    "retain-target",
+    "archive-target",
+    "evict",
+    "retain-source",
+    "gc-target",
+    "gc-source",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step of a job."""
+
+    name: StepName
+    ok: bool
+    seconds: float
+    result: Mapping[str, Any]
+    """Figures of the step: the API's report of the same name in short."""
+    error: str = ""
+    """The error; empty for a step that did everything."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """A late version: the target should hold it, and does not."""
+
+    version: str
+    run: str
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """One run of a job."""
+
+    name: str
+    source: str
+    """Location, as that of the target without credentials."""
+    target: str
+    target_id: str
+    """Id of the target store."""
+    dry_run: bool
+    began_at: str
+    """UTC, ISO 8601."""
+    covered_until: str
+    """The same; versions saved before this time were old enough for the selection."""
+    seconds: float
+    steps: tuple[StepReport, ...]
+    overdue: tuple[Overdue, ...]
+    """Late versions after the steps."""
+
+    @property
+    def ok(self) -> bool:
+        """True if every step did everything and no version is late."""
+        return self.exit_code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """Code of the first step that failed; 7 if only a version is late; else 0."""
+        for step in self.steps:
+            if not step.ok:
+                return step.exit_code or errors.CkptStoreError.exit_code
+        return errors.PolicyError.exit_code if self.overdue else 0
+
+
+def exposition(name: str, report: JobReport | None, *, now_s: float) -> str:
+    """Return the figures of a run for a text file that Prometheus's node exporter collects.
+
+    Parameters
+    ----------
+    name
+        Name of the job.
+    report
+        None for a run that could do nothing: it has only its failure and its time.
+    now_s
+        Seconds since 1970.
+    """
+    figures: list[tuple[str, str, float]] = [
+        ("ok", "Whether the last run did all it should.", report is not None and report.ok),
+        ("end_timestamp_seconds", "When it ended.", now_s),
+    ]
+    if report is not None:
+        figures += _figures(report)
+    labels = {"job_name": name}
+    return "".join(
+        metric(f"job_{each}", "gauge", text, [(labels, value)]) for each, text, value in figures
+    )
+
+
+def _figures(report: JobReport) -> list[tuple[str, str, float]]:
+    """Return name, text and value of each figure of a report."""
+    replicated = next((step for step in report.steps if step.name == "replicate"), None)
+    result: Mapping[str, Any] = {} if replicated is None else replicated.result
+    late, oldest_s = len(report.overdue), max((one.age_s for one in report.overdue), default=0.0)
+    return [
+        ("seconds", "What it took.", report.seconds),
+        ("overdue_versions", "Versions that should be in the target and are not.", late),
+        ("overdue_seconds", "Age of the oldest of them.", oldest_s),
+        ("replicated_versions", "Versions that the last run copied.", result.get("copied", 0)),
+        ("replicated_bytes", "Bytes that travelled.", result.get("chunk_bytes", 0)),
+    ]
+
+
+def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the failure that a step's figures report, with its exit code; empty and 0 for none."""
+    failures, skipped = result.get("failures"), result.get("skipped")
+    if failures and all(one.get("kind") == errors.ColdObjectError.kind for one in failures):
+        return f"{len(failures)} versions are cold: thaw them", errors.ColdObjectError.exit_code
+    if failures:
+        return f"{len(failures)} versions are damaged", errors.IntegrityError.exit_code
+    if skipped:
+        return f"{len(skipped)} packs could not be moved", errors.PolicyError.exit_code
+    return "", 0

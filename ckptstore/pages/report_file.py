@@ -92,8 +92,7 @@ def _documents(store: Store, run: str | None) -> Iterator[tuple[str, dict[str, A
         yield f"run {line['name']}", DOCUMENTS["run"](store, {"run": line["name"], "most": most})
     heads = {line["head"]["id"]: None for line in lines if line["head"]}
     bests = {one["id"]: None for line in lines for one in line["best"]}
-    shown = list(heads | bests)[:_VERSIONS_MAX]
-    for version in shown:
+    for version in list(heads | bests)[:_VERSIONS_MAX]:
         yield f"version {version}", DOCUMENTS["version"](store, {"ref": version})
     for line in lines[:_VERSIONS_MAX]:
         for one in line["best"][:1]:

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 from ckptstore import limits
 from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.history import best_marks
 from ckptstore.catalog.levels import level_of
+from ckptstore.catalog.metrics import best_marks
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.snapshot import Flag, VersionRow, decode_details, decode_metrics
 from ckptstore.maintenance.core.storage_times import StorageTimes
@@ -235,21 +235,13 @@ def notable(catalog: Catalog, run: RunInfo, versions: Sequence[VersionRow]) -> s
     The first, the last, best, tagged, pinned and damaged ones; points where lines part or runs
     fork, and ends of abandoned lines.
     """
-    ids = {version.id for version in versions}
-    parents = [version.parent for version in versions]
-    continued = set(parents)
+    children = Counter(version.parent for version in versions)
     found = {run.head, *best_marks(catalog, [run]), *run.tags.values()}
     found |= {version.id for version in (*versions[:1], *versions[-1:])}
     found |= {one.origin for one in catalog.runs() if one.origin}
-    for version in versions:
-        if version.flags & (Flag.PINNED | Flag.DAMAGED) or version.id not in continued:
-            found.add(version.id)
-    seen: set[str] = set()
-    for parent in parents:
-        if parent in seen:
-            found.add(parent)
-        seen.add(parent)
-    return found & ids
+    marked = Flag.PINNED | Flag.DAMAGED
+    found |= {one.id for one in versions if one.flags & marked or children[one.id] != 1}
+    return found & {version.id for version in versions}
 
 
 def thinned(
@@ -284,13 +276,10 @@ def nearest_kept(
     """
     found: dict[str, tuple[str, int]] = {}
     for version in versions:
-        above, between = found.get(version.parent, ("", 0))
-        known = version.parent in found
-        if known and version.parent in kept:
-            above, between = version.parent, 0
-        elif known:
-            between += 1
-        found[version.id] = (above, between)
+        parent = version.parent
+        above, between = found.get(parent, ("", -1))
+        near = parent in found and parent in kept
+        found[version.id] = (parent, 0) if near else (above, between + 1)
     return found
 
 

@@ -26,7 +26,7 @@ from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Condemn, Swept, Verified
-from ckptstore.catalog.history import best_marks
+from ckptstore.catalog.metrics import best_marks
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key
@@ -168,8 +168,7 @@ def values(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         box.append(slice(0, min(size, max(1, left // max(1, rest)))))
         left = max(1, left // max(1, box[-1].stop)) if rest <= left else left
     whole = total <= _ELEMENTS_MAX and lazy._leaf.kind not in SLICEABLE
-    part = lazy.load() if whole else lazy[tuple(box)]
-    numbers = _numbers(part)
+    numbers = _numbers(lazy.load() if whole else lazy[tuple(box)])
     return {
         "path": lazy.path,
         "elements": max(total, numbers.numel()),

@@ -283,14 +283,9 @@ class Replicas:
 
         known = self._repo.log.catalog.replicas.values()
         named = sorted(known, key=lambda one: not places.is_local(one))
-        return FallThrough(
-            repo=self._repo,
-            version=version,
-            tiers=[Tier(info=info, open=partial(self.get, info)) for info in named],
-            why=error,
-            whole=whole,
-            tell=partial(self._tell, version, told),
-        )
+        tiers = [Tier(info=info, open=partial(self.get, info)) for info in named]
+        tell = partial(self._tell, version, told)
+        return FallThrough(self._repo, version, tiers, error, tell, whole=whole)
 
     def _tell(self, version: Version, damage: str, tier: Tier, why: str) -> None:
         """Say, once for a version and a replica, where bytes come from."""

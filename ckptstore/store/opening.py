@@ -19,8 +19,7 @@ from ckptstore.store.store import Store
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend
     from ckptstore.keyring import Rotation
-    from ckptstore.maintenance.repair.fix_keys import KeysMended
-    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.fix_opening import KeysMended, SuperblockFinding
 
 
 def open_store(
@@ -219,7 +218,7 @@ def mend_superblock(
     UnsafeBackendError, StorageError
         The storage cannot be written to.
     """
-    from ckptstore.maintenance.repair import fix_superblock as ops
+    from ckptstore.maintenance.repair import fix_opening as ops
 
     encryption_key = None if encryption_key is None else read_key(encryption_key)
     with closing(open_backend(url, environment=SYSTEM, **storage_options)) as backend:
@@ -271,7 +270,7 @@ def mend_keys(
     UnsafeBackendError, StorageError
         The storage cannot be written to, or failed. Do it again.
     """
-    from ckptstore.maintenance.repair import fix_keys as ops
+    from ckptstore.maintenance.repair import fix_opening as ops
 
     encryption_key = read_key(encryption_key)
     with closing(open_backend(url, environment=SYSTEM, **storage_options)) as backend:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
     from ckptstore.maintenance.cold.thaw import ThawReport
     from ckptstore.maintenance.collect.gc import GcReport
-    from ckptstore.maintenance.retention.remove import Removal
+    from ckptstore.maintenance.retention.by_hand import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
 
@@ -124,7 +124,7 @@ def rollback(self: HasVersions[RefT], ref: RefT, *, reason: str = "") -> Version
     ReadOnlyError, UnsafeBackendError, StorageError
         It could not be committed.
     """
-    from ckptstore.maintenance.retention.rollback import rollback
+    from ckptstore.maintenance.retention.by_hand import rollback
 
     repo, version = self._session.repo, self.resolve(ref)
     resume_check.chosen(repo, version.run)
@@ -289,7 +289,7 @@ def remove(
     InvalidInputError
         No version is named.
     """
-    from ckptstore.maintenance.retention.remove import remove
+    from ckptstore.maintenance.retention.by_hand import remove
 
     versions = named_versions(self.repo, refs)
     return remove(self.repo, versions, reason=reason, force=force, dry_run=dry_run)
@@ -312,7 +312,7 @@ def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:
     CondemnedError
         A collection is about to delete what one needs.
     """
-    from ckptstore.maintenance.retention.remove import find_deleted, undelete
+    from ckptstore.maintenance.retention.by_hand import find_deleted, undelete
 
     catalog = self.repo.refresh()
     ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
@@ -333,21 +333,12 @@ def gc(
 ) -> GcReport:
     """Free the space of what no version needs.
 
-    See :func:`ckptstore.maintenance.collect.gc.gc`.
+    See :class:`ckptstore.maintenance.collect.gc.Collection`.
     """
-    from ckptstore.maintenance.collect.gc import gc
+    from ckptstore.maintenance.collect.gc import Collection
 
-    return gc(
-        self.repo,
-        grace_s=grace_s,
-        orphan_age_s=orphan_age_s,
-        repack_below=repack_below,
-        dry_run=dry_run,
-        force=force,
-        executor=executor,
-        workers=workers,
-        progress=progress,
-    )
+    work = Collection(self.repo, progress, grace_s, orphan_age_s, repack_below, dry_run=dry_run)
+    return work.run(executor, workers, force=force)
 
 
 def archive(

@@ -136,7 +136,7 @@ class Run(Shown):
         InvalidInputError
             The direction of the metric is not known.
         """
-        from ckptstore.catalog.history import top
+        from ckptstore.catalog.metrics import top
 
         catalog = self._session.repo.refresh()
         bounds = (step_min, step_max)

@@ -24,7 +24,7 @@ from ckptstore.config import Environment, Options
 from ckptstore.format.encryption import KeyRecord, decode_key_record, wrapping_context
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, key_record_key
-from ckptstore.maintenance.repair.fix_keys import mend_keys
+from ckptstore.maintenance.repair.fix_opening import mend_keys
 from ckptstore.repo import Finding, Repo, create_on, open_on
 from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend, When
 

@@ -22,7 +22,7 @@ from ckptstore.config import Options
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import decode_superblock, encode_superblock
-from ckptstore.maintenance.repair.fix_superblock import mend_superblock
+from ckptstore.maintenance.repair.fix_opening import mend_superblock
 from ckptstore.repo import Finding, create_on, open_on
 
 Damage = Callable[[Path], object]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.catalog.history import history
+from ckptstore.catalog.metrics import history
 from ckptstore.cli.log_cmd import sparkline
 from ckptstore.cli.log_graph import arranged, rails
 from ckptstore.errors import InvalidInputError, RunNotFoundError, VersionNotFoundError

@@ -22,7 +22,7 @@ from ckptstore.backends.memory import MemoryBackend, open_memory
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.keys import commit_key, pack_key
 from ckptstore.jobs import Job, JobReport, StepReport, read_job, run_job, work
-from ckptstore.jobs.report import Overdue, problem_of
+from ckptstore.jobs.work import Overdue, problem_of
 from ckptstore.model import Version
 from ckptstore.store import Store
 

@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore import errors
 from ckptstore.config import SYSTEM, SystemEnvironment
 from ckptstore.jobs import Job, JobReport, read_job, run_job
-from ckptstore.jobs.report import exposition
+from ckptstore.jobs.work import exposition
 from ckptstore.maintenance.core import storage_times
 from ckptstore.repo import Repo
 

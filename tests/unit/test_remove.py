@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
-from ckptstore.maintenance.retention.rollback import rollback
+from ckptstore.maintenance.retention.by_hand import rollback
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 from ckptstore.store.checking import log

@@ -17,7 +17,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.state import Op
 from ckptstore.jobs import Job, JobReport, read_job, run_job
-from ckptstore.jobs.report import StepReport
+from ckptstore.jobs.work import StepReport
 from ckptstore.maintenance.replicas.evict import SecondLook
 from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.maintenance.retention.reduce import Target

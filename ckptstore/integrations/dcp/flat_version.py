@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.errors import CorruptObjectError, InvalidInputError
+from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
 from ckptstore.model import Version
@@ -55,7 +56,7 @@ class Entry:
 
 
 class Adapted:
-    """Tensors represented by adapters, with their dtypes and shapes.
+    """The things in skeletons, as planners see them; knows tensors represented by adapters.
 
     Parameters
     ----------
@@ -73,13 +74,9 @@ class Adapted:
         tensors = {n: one for n, one in given.items() if issubclass(one.type, torch.Tensor)}
         others = given.keys() - tensors.keys()
         described = {n for n, one in tensors.items() if one.to_state is describe_subclass}
-        self._described = ({*SUBCLASSES, SPARSE.name} | described) - others
         self._built = tensors.keys() - described
+        self._tensors = (({*SUBCLASSES, SPARSE.name} | described) - others) | self._built
         self._build = build
-
-    def is_tensor(self, node: list[Node]) -> bool:
-        """Return whether the node of an adapter is that of a tensor."""
-        return node[1] in self._described or node[1] in self._built
 
     def describe(self, node: list[Node], path: tuple[str | int, ...]) -> Entry:
         """Return the entry of a tensor.
@@ -102,6 +99,42 @@ class Adapted:
                 return Entry(path=path, node=node, dtype=dtype, shape=shape)
         raise CorruptObjectError(f"{path_text(path)!r} is a tensor without dtype or shape")
 
+    def walk(self, node: Node, manifest: Manifest, path: tuple[str | int, ...]) -> Iterator[Entry]:
+        """Yield the entries of a node and all below it."""
+        tag = node[0] if isinstance(node, list) else None
+        if isinstance(node, list) and tag in MAPS:
+            for key, value in pairs(node):
+                yield from self.walk(value, manifest, (*path, str(decode_key(key))))
+        elif isinstance(node, list) and tag == "l" and not self._is_value(node):
+            for place, item in enumerate(node[1:]):
+                yield from self.walk(item, manifest, (*path, place))
+        elif isinstance(node, list) and self._is_tensor(node):
+            yield self._tensor(node, manifest, path)
+        else:
+            yield Entry(path=path, node=node)
+
+    def _tensor(self, node: list[Any], manifest: Manifest, path: tuple[str | int, ...]) -> Entry:
+        tag = node[0]
+        if tag == "x":
+            return self.describe(node, path)
+        if tag == "T":
+            about = manifest.tensors[node[1]]
+            return Entry(path=path, node=node, dtype=about.dtype, shape=about.shape, index=node[1])
+        if tag == "V":
+            return Entry(path=path, node=node, dtype=node[2], shape=tuple(node[4]))
+        shape = self._tensor(node[1], manifest, path).shape if node[3] is None else tuple(node[3])
+        return Entry(path=path, node=node, dtype=node[2], shape=shape)
+
+    def _is_tensor(self, node: list[Node]) -> bool:
+        return node[0] in ("T", "V", "Q") or (node[0] == "x" and node[1] in self._tensors)
+
+    def _is_value(self, node: list[Node]) -> bool:
+        """Return whether planners keep a list whole: it has no tensor and no dict at any depth."""
+        items = [item for item in node[1:] if isinstance(item, list)]
+        if any(item[0] in MAPS or self._is_tensor(item) for item in items):
+            return False
+        return all(self._is_value(item) for item in items if item[0] == "l")
+
 
 def entries_of(content: Content, adapted: Adapted) -> dict[str, Entry]:
     """Return the content of a version, by the names of planners.
@@ -112,7 +145,7 @@ def entries_of(content: Content, adapted: Adapted) -> dict[str, Entry]:
         Two items would have one name, as the keys ``1`` and ``"1"`` of one dict would.
     """
     found: dict[str, Entry] = {}
-    for entry in _Walk(content, adapted).walk(content.node, ()):
+    for entry in adapted.walk(content.node, content.manifest, ()):
         name = ".".join(map(str, entry.path))
         if name in found:
             msg = f"planners would have the name {name!r} for two things of this version"
@@ -132,54 +165,6 @@ def _containers(root: Node, found: Mapping[str, Entry]) -> dict[str, Entry]:
         for name, value in named
         if name not in found and often[name] == 1
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """One pass over the skeleton of one version."""
-
-    content: Content
-    adapted: Adapted
-
-    def walk(self, node: Node, path: tuple[str | int, ...]) -> Iterator[Entry]:
-        """Yield the entries of a node and all below it."""
-        tag = node[0] if isinstance(node, list) else None
-        if isinstance(node, list) and tag in MAPS:
-            for key, value in pairs(node):
-                yield from self.walk(value, (*path, str(decode_key(key))))
-        elif isinstance(node, list) and tag == "l" and not self._is_value(node):
-            for place, item in enumerate(node[1:]):
-                yield from self.walk(item, (*path, place))
-        elif isinstance(node, list) and self._is_tensor(node):
-            yield self._tensor(node, path)
-        else:
-            yield Entry(path=path, node=node)
-
-    def _tensor(self, node: list[Any], path: tuple[str | int, ...]) -> Entry:
-        tag = node[0]
-        if tag == "x":
-            return self.adapted.describe(node, path)
-        if tag == "T":
-            about = self.content.manifest.tensors[node[1]]
-            return Entry(path=path, node=node, dtype=about.dtype, shape=about.shape, index=node[1])
-        if tag == "V":
-            return Entry(path=path, node=node, dtype=node[2], shape=tuple(node[4]))
-        shape = self._tensor(node[1], path).shape if node[3] is None else tuple(node[3])
-        return Entry(path=path, node=node, dtype=node[2], shape=shape)
-
-    def _is_tensor(self, node: list[Node]) -> bool:
-        return node[0] in ("T", "V", "Q") or (node[0] == "x" and self.adapted.is_tensor(node))
-
-    def _is_value(self, node: list[Node]) -> bool:
-        """Return whether planners keep a list whole: it has no tensor and no dict at any depth."""
-        for item in node[1:]:
-            if not isinstance(item, list):
-                continue
-            if item[0] in MAPS or self._is_tensor(item):
-                return False
-            if item[0] == "l" and not self._is_value(item):
-                return False
-        return True
 
 
 class _Names(dict[str, Any]):

@@ -318,9 +318,18 @@ class _Aim(NamedTuple):
 
 
 def _aim(planner: LoadPlanner, item: ReadItem, entry: Entry) -> _Aim:
+    """Return where an item is read to: the target's own memory, or new memory of its shape."""
     assert entry.index is not None  # noqa: S101  # for the type checker: that is how it was chosen
     target = planner.resolve_tensor(item).detach()
-    return _Aim(item, entry.index, target, _memory(target, entry, item))
+    if tuple(target.shape) != tuple(item.lengths):
+        msg = f"{item.dest_index.fqn!r}: {list(item.lengths)} is read into {list(target.shape)}"
+        raise InvalidInputError(msg)
+    dtype = dtype_named(entry.dtype)
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.layout == torch.strided
+    fits = plain and target.is_cpu and target.dtype == dtype and not target.is_conj()
+    fits = fits and not target.is_neg() and not overlaps_itself(target)
+    memory = target if fits else torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
+    return _Aim(item, entry.index, target, memory)
 
 
 def _check_kept(plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -334,19 +343,6 @@ def _check_kept(plan: LoadPlan, planner: LoadPlanner) -> None:
             type(planner).__name__,
             ", ".join(map(repr, names[:5])),
         )
-
-
-def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
-    """Return the host memory to read into: the target's own, or new memory of its shape."""
-    if tuple(target.shape) != tuple(item.lengths):
-        msg = f"{item.dest_index.fqn!r}: {list(item.lengths)} is read into {list(target.shape)}"
-        raise InvalidInputError(msg)
-    dtype = dtype_named(entry.dtype)
-    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.layout == torch.strided
-    fits = plain and target.is_cpu and target.dtype == dtype and not target.is_conj()
-    if fits and not target.is_neg() and not overlaps_itself(target):
-        return target
-    return torch.empty(tuple(item.lengths), dtype=dtype, device="cpu")
 
 
 def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:

@@ -312,7 +312,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     part: int
 
 
-class _Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
     manifest: str
     """Digest: rows of another manifest of the version mean other pieces."""
@@ -337,13 +337,8 @@ class VerifyState:
 
     def told(self, version: Version, rows: range, wrong: Mapping[int, str]) -> None:
         """Keep the findings of some rows."""
-        line = _Line(
-            version=version.id,
-            manifest=version.manifest_digest,
-            first=rows.start,
-            end=rows.stop,
-            bad={str(row): text for row, text in wrong.items()},
-        )
+        bad = {str(row): text for row, text in wrong.items()}
+        line = _Line(version.id, version.manifest_digest, rows.start, rows.stop, bad)
         with _typed_errors(self._path):
             _append(self._file, line)
 

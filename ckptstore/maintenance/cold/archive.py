@@ -12,7 +12,7 @@ moment between may come to share a pack that has just moved, and is then named i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import errors, limits
@@ -155,22 +155,15 @@ def archive(
     cold = cold_storage_of(repo)
     if repo.options.read_only and not dry_run:
         raise errors.ReadOnlyError(f"{repo.url} was opened read-only")
-    work = _Archiving(
-        repo=repo,
-        cold=cold,
-        reach=Reach(repo, progress=progress),
-        target=found,
-        named={version.id for version in versions},
-        dry_run=dry_run,
-        progress=progress,
-    )
+    reach, named = Reach(repo, progress=progress), {version.id for version in versions}
+    work = _Archiving(repo, cold, reach, found, named, progress, dry_run=dry_run)
     work.plan()
     if not dry_run:
         work.move()
     return work.report(repo.environment.monotonic() - began)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Archiving:
     """One call; owned by the calling thread."""
 
@@ -179,8 +172,8 @@ class _Archiving:
     reach: Reach
     target: storage_classes.StorageClass
     named: set[str]
-    dry_run: bool
     progress: ProgressCallback
+    dry_run: bool
     catalog: Catalog = field(init=False)
     planned: int = 0
     """Number of the commit that the plan follows."""
@@ -201,7 +194,7 @@ class _Archiving:
         """Find out what the versions of this moment need, and where those packs lie."""
         self._refresh()
         self.planned = self.catalog.number
-        self.wanted = set(self._packs(lambda version: version in self.named))
+        self.wanted = self._packs(self.needs.keys() & self.named)
         self.infos = _infos(self.repo, self.cold, sorted(self.wanted))
         for pack in sorted(self.wanted):
             info = self.infos.get(pack)
@@ -222,13 +215,11 @@ class _Archiving:
             msg = f"nothing is moved, since it is not known what every version needs: {why}"
             raise type(error)(msg, hint=error.hint) from error
         if self.target.name != storage_classes.STANDARD:
-            self.hot = set(self._packs(lambda version: version not in self.named))
+            self.hot = self._packs(self.needs.keys() - self.named)
 
-    def _packs(self, wanted: Callable[[str], bool]) -> Iterator[str]:
-        """Yield the packs that some versions need; those of many are yielded again."""
-        for version, need in self.needs.items():
-            if wanted(version):
-                yield from need.packs
+    def _packs(self, versions: Iterable[str]) -> set[str]:
+        """Return the packs that some versions need."""
+        return {pack for version in versions for pack in self.needs[version].packs}
 
     def move(self) -> None:
         """Move pack after pack, some at once; look between batches whether somebody needs one."""
@@ -248,7 +239,7 @@ class _Archiving:
         self._look_again()
         if self.catalog.number == self.planned:
             return
-        needed = set(self._packs(lambda _: True))  # the rest a collection may have deleted
+        needed = self._packs(self.needs)  # the rest a collection may have deleted
         self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
         if self.target.name != storage_classes.STANDARD:
             moved = set(self.moved)

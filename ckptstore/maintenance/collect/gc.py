@@ -24,7 +24,7 @@ from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.committing import on_reserve
 from ckptstore.engine.engine import EngineSpec
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format import keys
 from ckptstore.format.manifest import outline
 from ckptstore.format.references import References
@@ -104,78 +104,6 @@ class GcReport(Shown):
         return HtmlTable(title=title, columns=("OBJECTS", *map(str.upper, columns)), rows=rows)
 
 
-@operation("gc")
-def gc(
-    repo: Repo,
-    *,
-    grace_s: float = limits.GC_GRACE_S,
-    orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
-    repack_below: float | None = limits.GC_REPACK_BELOW,
-    dry_run: bool = False,
-    force: bool = False,
-    executor: EngineSpec | None = None,
-    workers: int | None = None,
-    progress: ProgressCallback = silent,
-) -> GcReport:
-    """Condemn objects that no live version needs, rewrite mostly dead packs, delete what is due.
-
-    May be interrupted at any point and called again; may run in several processes at once.
-
-    Parameters
-    ----------
-    grace_s
-        Grace of condemned objects, for their readers; in seconds by the storage's clock. 0
-        deletes at once: right only where no one reads what was deleted or relocated.
-    orphan_age_s
-        Objects that no commit names are left alone for so long; in seconds by the storage's
-        clock. 0 may make savers at work write again what they had written; nothing is lost.
-    repack_below
-        Packs of which a smaller share than this is live are rewritten, and deltas whose bases
-        nothing else needs are stored by themselves, where that takes less; None leaves packs as
-        they are, 1.0 leaves nothing dead in any.
-    dry_run
-        Say what would be done, and change nothing. Unless the store was opened read-only, one
-        empty object is made and removed to read the storage's clock.
-    force
-        Collect even if what lies in the store says that commits were lost.
-    executor
-        Where a long listing, the manifests, the copying of a repack and the deleting are done, in
-        tasks: an engine or an executor (:func:`ckptstore.engine.engine.open_engine`); None for the
-        threads of this process. Whatever is committed is decided and committed here.
-    workers
-        Tasks at once.
-    progress
-        Stages ``list``, ``manifests``, ``rebase``, ``repack`` and ``sweep``.
-
-    Raises
-    ------
-    InvalidInputError
-        A parameter is out of its range.
-    CorruptObjectError, UnsupportedFeatureError
-        The manifest of a live version cannot be read, so that nothing is condemned; it is named.
-        Or commits seem to be lost, and it is not forced: see
-        :mod:`ckptstore.maintenance.check.verify`.
-    ReadOnlyError, UnsafeBackendError
-        The store cannot be written to.
-    StorageError
-        The storage failed. Whatever was done is in the log; the next collection goes on.
-    """
-    _check(grace_s, orphan_age_s, repack_below)
-    if not dry_run:
-        repo.check_writable()
-    with open_tasks(repo, executor, workers) as tasks:
-        return _Collection(
-            repo=repo,
-            tasks=tasks,
-            progress=progress,
-            grace_s=grace_s,
-            orphan_age_s=orphan_age_s,
-            repack_below=repack_below,
-            dry_run=dry_run,
-            reach=Reach(repo, progress=progress, tasks=tasks),
-        ).run(force=force)
-
-
 @dataclass(slots=True, kw_only=True)
 class Candidates:
     """The objects of one listing; owned by one collection.
@@ -243,25 +171,73 @@ class Candidates:
         return {key for key in gone if key not in self.back or key in now.condemned}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Collection:
-    """One collection under way, with its options; owned by the calling thread."""
+@dataclass(slots=True)
+class Collection:
+    """One collection, with its options; owned by the calling thread.
+
+    May be interrupted at any point and done again; may run in several processes at once.
+    """
 
     repo: Repo
-    tasks: Tasks
     progress: ProgressCallback
+    """Told of the stages ``list``, ``manifests``, ``rebase``, ``repack`` and ``sweep``."""
     grace_s: float
+    """Grace of condemned objects, for their readers; in seconds by the storage's clock. 0 deletes
+    at once: right only where no one reads what was deleted or relocated."""
     orphan_age_s: float
+    """Objects that no commit names are left alone for so long; in seconds by the storage's clock.
+    0 may make savers at work write again what they had written; nothing is lost."""
     repack_below: float | None
+    """Packs of which a smaller share than this is live are rewritten, and deltas whose bases
+    nothing else needs are stored by themselves, where that takes less; None leaves packs as they
+    are, 1.0 leaves nothing dead in any."""
     dry_run: bool
-    reach: Reach
+    """Say what would be done, and change nothing. Unless the store was opened read-only, one empty
+    object is made and removed to read the storage's clock."""
+    tasks: Tasks = field(init=False)
+    reach: Reach = field(init=False)
     found: Candidates = field(init=False)
     condemned: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     settled: frozenset[bytes] | None = None
     """Digests of manifests with no delta to store by itself, as long as all of them are live."""
 
-    def run(self, *, force: bool) -> GcReport:
+    @operation("gc")
+    def run(self, executor: EngineSpec | None, workers: int | None, *, force: bool) -> GcReport:
+        """Condemn objects that no live version needs, rewrite packs, delete what is due.
+
+        Parameters
+        ----------
+        executor
+            Where a long listing, the manifests, the copying of a repack and the deleting are done,
+            in tasks: an engine or an executor (:func:`ckptstore.engine.engine.open_engine`); None
+            for the threads of this process. Whatever is committed is decided and committed here.
+        workers
+            Tasks at once.
+        force
+            Collect even if what lies in the store says that commits were lost.
+
+        Raises
+        ------
+        InvalidInputError
+            An option is out of its range.
+        CorruptObjectError, UnsupportedFeatureError
+            The manifest of a live version cannot be read, so that nothing is condemned; it is
+            named. Or commits seem to be lost, and it is not forced: see
+            :mod:`ckptstore.maintenance.check.verify`.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to.
+        StorageError
+            The storage failed. Whatever was done is in the log; the next collection goes on.
+        """
+        _check(self.grace_s, self.orphan_age_s, self.repack_below)
+        if not self.dry_run:
+            self.repo.check_writable()
+        with open_tasks(self.repo, executor, workers) as self.tasks:
+            self.reach = Reach(self.repo, progress=self.progress, tasks=self.tasks)
+            return self._collect(force=force)
+
+    def _collect(self, *, force: bool) -> GcReport:
         """Look at everything first; the figures are those of before anything is done."""
         repo, began = self.repo, self.repo.environment.monotonic()
         catalog = repo.refresh(writing=True)

@@ -154,8 +154,7 @@ def _families(repo: Repo, reach: Reach, catalog: Catalog) -> dict[_Chunk, _Famil
             with contextlib.suppress(IntegrityError, NotFoundError):  # the next collection sees it
                 manifest = repo.manifests.load(found)
         if manifest is None:
-            offsets = (table.offset for table in need.chunks)
-            needed += zip(need.packs, offsets, strict=True)
+            needed += zip(need.packs, (table.offset for table in need.chunks), strict=True)
             continue
         _collect(manifest, families)
         table, own = manifest.pieces, manifest.first[-1]
@@ -182,14 +181,9 @@ def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
     assert table.base is not None  # noqa: S101  # for the type checker: it holds deltas
     for row in np.flatnonzero(table.base < len(table)).tolist():
         base = int(table.base[row])
-        family = families.setdefault(
-            table.chunk_of(base),
-            _Family(
-                stored_bytes=int(table.stored[base]),
-                raw_bytes=int(table.slab[base]),
-                whole=int(table.slab[base]) == int(table.raw[base]),
-            ),
-        )
+        stored, slab, raw = (int(x[base]) for x in (table.stored, table.slab, table.raw))
+        one = _Family(stored, slab, whole=slab == raw)
+        family = families.setdefault(table.chunk_of(base), one)
         family.children.setdefault(
             table.chunk_of(row), _Child(manifest, row, int(table.stored[row]), int(table.raw[row]))
         )

@@ -172,15 +172,7 @@ def _copied(
         share = min(sum(sizes) // (2 * engine.workers), limits.GC_TASK_COPY_BYTES_MAX)
         size = max(share, limits.GC_TASK_COPY_BYTES_MIN)
         groups = [*grouped(batch, sizes, size=size, count=limits.GC_TASK_VICTIMS)]
-    copies = (
-        Recopy(
-            storage=tasks.storage,
-            options=tasks.options,
-            environment=repo.environment,
-            victims=tuple(group),
-        )
-        for group in groups
-    )
+    copies = (Recopy(tasks.storage, repo.environment, tasks.options, group) for group in groups)
     places: dict[str, Moved] = {}
     skipped: list[str] = []
     done = 0
@@ -210,14 +202,14 @@ _KEPT = (ColdObjectError, IntegrityError, FormatError, NotFoundError)
 """Errors of a pack that stays as it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recopy:
     """A task: some packs of one storage, with what it may use."""
 
     storage: Shared[Backend]
     environment: Environment
     options: Options
-    victims: tuple[Victim, ...]
+    victims: Sequence[Victim]
 
 
 def recopy(

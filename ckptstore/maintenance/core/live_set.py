@@ -50,7 +50,7 @@ class Tally:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChunkTable:
     """Chunks of one pack, each once, in the order of their offsets."""
 
@@ -73,11 +73,8 @@ class ChunkTable:
             return self
         offset = np.concatenate((self.offset, other.offset))
         offset, first = np.unique(offset, return_index=True)
-        return ChunkTable(
-            offset=offset,
-            stored=np.concatenate((self.stored, other.stored))[first],
-            raw=np.concatenate((self.raw, other.raw))[first],
-        )
+        stored = np.concatenate((self.stored, other.stored))[first]
+        return ChunkTable(offset, stored, np.concatenate((self.raw, other.raw))[first])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +99,7 @@ class Footprint:
         return cls(
             packs=tuple(intern(table.packs[int(place)]) for place in places),
             starts=np.append(starts, len(rows)).astype(np.uint32),
-            table=ChunkTable(
-                offset=table.offset[rows], stored=table.stored[rows], raw=table.slab[rows]
-            ),
+            table=ChunkTable(table.offset[rows], table.stored[rows], table.slab[rows]),
             deltas=table.base is not None,
         )
 
@@ -113,11 +108,8 @@ class Footprint:
         """The chunks of each pack, in the order of `packs`."""
         table = self.table
         for start, end in itertools.pairwise(self.starts.tolist()):
-            yield ChunkTable(
-                offset=table.offset[start:end],
-                stored=table.stored[start:end],
-                raw=table.raw[start:end],
-            )
+            part = slice(start, end)
+            yield ChunkTable(table.offset[part], table.stored[part], table.raw[part])
 
 
 def chunk_keys(packs: npt.NDArray[Any], offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -27,14 +27,13 @@ from ckptstore import limits
 from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, Quarantine
-from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.lifecycle_ops import Pin, pin_for, unpin_for
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
 from ckptstore.maintenance.core.relocate import record_move, relocate
 from ckptstore.maintenance.replicas.replicate_version import Failure, put_arriving, read_back
-from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.maintenance.retention.by_hand import undelete
 from ckptstore.model import Version, naming
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
@@ -104,8 +103,7 @@ def evict(
     StorageError
         One of the storages failed. What was evicted before stays so.
     """
-    pins = Pins(here=here, there=there) if pin else None
-    work = _Evicting(here=here, there=there, pins=pins)
+    work = _Evicting(here=here, there=there, pins=Pins(here=here, there=there) if pin else None)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
     if dry_run:
         return work.foreseen(versions, chosen)
@@ -124,7 +122,7 @@ def evict(
     return work.report(missed)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SecondLook:
     """Looks at another store once more, and takes back what has to be; owned by one thread."""
 
@@ -307,9 +305,7 @@ class _Evicting:
     second: SecondLook = field(init=False)
 
     def __post_init__(self) -> None:
-        self.second = SecondLook(
-            here=self.here, there=self.there, holds=self._still_holds, done="evicted"
-        )
+        self.second = SecondLook(self.here, self.there, self._still_holds, "evicted")
 
     def report(self, missed: Collection[str] = ()) -> EvictReport:
         """Return what was done."""
@@ -353,8 +349,7 @@ class _Evicting:
 
     def _let_go_before(self, versions: Sequence[Version], pins: Pins) -> list[Version]:
         """Return those whose record alone is here, and which are there, not pinned."""
-        now = self.here.catalog
-        records = [now.version(one.id) for one in versions]
+        records = [self.here.catalog.version(one.id) for one in versions]
         records = [one for one in records if one.level == "record" and not one.deleted]
         return [one for one in records if self._holds(one) and not pins.has(one.id)]
 
@@ -385,7 +380,7 @@ class _Evicting:
     def _holds(self, version: Version) -> bool:
         """Return whether the other store has as much of a version, by its log as last read."""
         found = self.there.catalog.find(version.id)
-        if found is None or LEVELS.index(found.level) < LEVELS.index(version.level):
+        if found is None or replica_ops.has_less(found, version):
             return False
         # This log can vouch for the state that is here, and for that which was saved. What was
         # rounded there, or by other bounds, is neither: a load here would refuse it.

@@ -63,7 +63,7 @@ class Found:
     manifest: Manifest
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class FallThrough:
     """Replicas that a load of one version turns to. Any thread may use it.
 
@@ -93,8 +93,7 @@ class FallThrough:
             Of the kind of the error here: no replica can help either; has all reasons.
         """
         for found in self.candidates():
-            reading = _Split(owner=self, found=found)
-            return replace(read_content(found.manifest), read=reading)
+            return replace(read_content(found.manifest), read=_Split(owner=self, found=found))
         raise self.failure(self.why)
 
     def candidates(self) -> Iterator[Found]:

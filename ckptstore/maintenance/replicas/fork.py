@@ -6,13 +6,13 @@ store, or of what only a replica has, the chunks that are missing travel as they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import msgspec
 
-from ckptstore.catalog import lifecycle_ops, run_ops
+from ckptstore.catalog import lifecycle_ops, replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.cold_reads import naming_cold
@@ -22,13 +22,12 @@ from ckptstore.checkpoint.selection import Selection, logical_roles, select
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.names import encode_metadata
 from ckptstore.maintenance.replicas import copy_manifest
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
-from ckptstore.model import RoleBytes, Version
+from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 
@@ -92,15 +91,8 @@ def fork(
     return commit_retrying(work.attempt)
 
 
-@dataclass(slots=True, kw_only=True)
-class _First:
-    """Content of the first version of a run, as its commit names it; before it is written, none."""
-
-    pointer: ManifestPointer = NOWHERE
-    content: str = "0" * 64
-    roles: Mapping[str, RoleBytes] = field(default_factory=dict)
-    receipt: Mapping[str, float] = field(default_factory=dict)
-    relies_on: Sequence[str] = ()
+_UNWRITTEN: Final = replica_ops.Arrival(manifest=NOWHERE, roles={}, relies_on=())
+"""Content of the first version of a run before it is written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,26 +120,26 @@ class _Fork:
     def attempt(self, condemned: set[str]) -> Version:
         """Write the manifest, over chunks that no collection has condemned, and commit."""
         target, lender, source = self.target, self.lender, self.source
-        self._ops(target.refresh(), _First())  # refuses now what the commit would refuse
+        self._ops(target.refresh(), _UNWRITTEN, "0" * 64)  # refuses what the commit would
         if not self.is_foreign:
             source = target.catalog.version(source.id)
             _check_whole(source)
         held = self.repo.manifests.load(source) if lender is None else lender.manifest
         manifest = select(held, self.request.selection, version=self.version)
-        first = _First(roles=logical_roles(manifest))
+        first = replace(_UNWRITTEN, roles=logical_roles(manifest))
         if self.is_foreign or lender is not None:
             landed = self._bring(manifest, condemned)
             manifest = landed.manifest
-            first = _First(roles=landed.roles, receipt=landed.receipt)
-        first.content = content_digest(manifest)
-        first.pointer = target.manifests.put(manifest, name=self.name)
-        first.relies_on = relied_on(first.pointer, manifest)
+            first = replace(first, roles=landed.roles, receipt=landed.receipt)
+        content = content_digest(manifest)
+        pointer = target.manifests.put(manifest, name=self.name)
+        first = replace(first, manifest=pointer, relies_on=relied_on(pointer, manifest))
         self.name = ""  # a name is never used again
-        target.log.append(lambda now: self._ops(now, first))
-        target.manifests.keep(first.pointer.digest, manifest)
+        target.log.append(lambda now: self._ops(now, first, content))
+        target.manifests.keep(pointer.digest, manifest)
         return target.catalog.version(self.version)
 
-    def _ops(self, now: Catalog, first: _First) -> list[Op]:
+    def _ops(self, now: Catalog, first: replica_ops.Arrival, content: str) -> list[Op]:
         """Return the operations of the fork on a catalog."""
         request, source = self.request, self.source
         if not self.is_foreign:
@@ -156,8 +148,8 @@ class _Fork:
                 run=request.run,
                 step=source.step,
                 parent=source.id,
-                manifest=first.pointer,
-                content=first.content,
+                manifest=first.manifest,
+                content=content,
                 metadata=msgspec.Raw(encode_metadata(request.metadata)),
                 roles=run_ops.sizes(first.roles),
             )
@@ -172,8 +164,8 @@ class _Fork:
             run=request.run,
             version=self.version,
             step=source.step,
-            manifest=first.pointer,
-            content=first.content,
+            manifest=first.manifest,
+            content=content,
             directions={**self.repo.catalog.run(source.run).metrics, **request.directions},
             metadata={**request.metadata, copy_manifest.ORIGIN_KEY: _origin(self.repo, source)},
             roles=first.roles,

@@ -23,7 +23,6 @@ from typing import Literal
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.engine.engine import EngineSpec
@@ -159,13 +158,9 @@ def replicate(
             check=request.check,
         )
         orphans = copy_manifest.Orphans(target) if request.resume else None
-        work = _Replication(
-            sides=replicate_version.Sides(
-                source=source, target=target, request=request, copies=copies, orphans=orphans
-            ),
-            wanted=[version for version in versions if version.level != "record"],
-            chosen=frozenset(version.id for version in versions),
-        )
+        sides = replicate_version.Sides(source, target, request, copies, orphans)
+        wanted = [version for version in versions if version.level != "record"]
+        work = _Replication(sides, wanted, frozenset(version.id for version in versions))
         work.look()
         if request.dry_run:
             work.foresee()
@@ -177,7 +172,7 @@ def replicate(
         return work.report(target.environment.monotonic() - began)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Replication:
     """One replication; owned by the calling thread."""
 
@@ -425,10 +420,8 @@ class _Replication:
     def _is_sound(self, version_id: str) -> bool:
         there = self.sides.target.catalog.version(version_id)
         here = self.sides.source.catalog.version(version_id)
-        as_much = LEVELS.index(there.level) >= LEVELS.index(here.level)
-        return (
-            as_much and replicate_version.read_back(there) and not (there.damaged or there.deleted)
-        )
+        less = replica_ops.has_less(there, here) or there.damaged or there.deleted
+        return not less and replicate_version.read_back(there)
 
     def report(self, seconds: float) -> ReplicateReport:
         """Return what was done."""

@@ -22,7 +22,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.replicas.copy_manifest import Landed, Orphans, transplant
-from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.maintenance.retention.by_hand import undelete
 from ckptstore.manifests import relied_on
 from ckptstore.model import NamedVersion, RoleBytes, Version
 from ckptstore.objects.copying import ChunkCopies
@@ -63,7 +63,7 @@ class Failure(NamedVersion):
     """Code of the error: it is damaged, or cold and must be thawed first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Sides:
     """Source and target of a replication, with its options."""
 
@@ -260,8 +260,7 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
         )
     )
     if commit is None:
-        deleted = target.catalog.version(version.id).deleted
-        return "deleted in the target" if deleted else "present"
+        return "deleted in the target" if target.catalog.version(version.id).deleted else "present"
     target.manifests.keep(arrival.manifest.digest, landed.manifest)
     return "copied"
 

@@ -42,8 +42,7 @@ def exposition(catalog: Catalog, process: ProcessFigures | None = None) -> str:
     process
         Figures of this process, which no catalog has.
     """
-    parts = [*_of_store(catalog), *(_of_process(process) if process is not None else ())]
-    return "".join(parts)
+    return "".join([*_of_store(catalog), *(() if process is None else _of_process(process))])
 
 
 def _of_store(catalog: Catalog) -> Iterator[str]:

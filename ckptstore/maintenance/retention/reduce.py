@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +62,7 @@ class Target:
     tensor is within the bounds of. None: they stay as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """The part of a version that stays, where more than the record is kept."""
 
@@ -111,24 +112,14 @@ def lower(
         content = read_content(part)
         shared = [*recent, *_alike(repo, version, target.level)]
         keys = {pack_key(pack): pack for table in shared for pack in table.packs}
-        work = _Rewriting(
-            repo=repo,
-            content=content,
-            orphans=_orphans(content),
-            tables=[part.pieces, *shared],
-            without=[keys[key] for key in repo.catalog.gone(keys)],
-            backend=backend or repo.backend,
-        )
+        without = [keys[key] for key in repo.catalog.gone(keys)]
+        tables, target_backend = [part.pieces, *shared], backend or repo.backend
+        work = _Rewriting(repo, content, _orphans(content), tables, without, target_backend)
         manifest = work.run(target.encodings)
         recent.append(manifest.pieces)
     rounding = None if work is None else work.rounding
-    return Lowered(
-        manifest=manifest,
-        roles=_roles(manifest, version, work),
-        rounding=rounding,
-        dropped=dropped,
-        reclaimable_bytes=_reclaimable(version, rounding),
-    )
+    roles, freed = _roles(manifest, version, work), _reclaimable(version, rounding)
+    return Lowered(manifest, roles, rounding, dropped, reclaimable_bytes=freed)
 
 
 def weigh(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Lowered:
@@ -306,7 +297,7 @@ class _Placed:
     last: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Rewriting:
     """One version on its way; owned by one thread."""
 
@@ -360,10 +351,8 @@ class _Rewriting:
         source = source_of(record, StoredBytes(self.repo, self.content, index, window_bytes=window))
         coding = None
         if tried:
-            name, chunk_bytes = self.content.labels[index], self.repo.superblock.chunk_bytes
-            coding, problems = round_tensor(
-                record, source, tried, name=name, chunk_bytes=chunk_bytes
-            )
+            name, chunk = self.content.labels[index], self.repo.superblock.chunk_bytes
+            coding, problems = round_tensor(record, source, tried, name=name, chunk_bytes=chunk)
             self.report[index] = _reported(name, record, coding, problems)
         if coding is not None or must:
             room = self.repo.options.host_bytes // 4
@@ -427,14 +416,9 @@ class _Rewriting:
         """Put everything together: visible tensors, then those that are hidden."""
         old = self.content.manifest
         visible = [n for n in range(len(old.tensors)) if n not in self.content.hidden]
-        kept_hidden = sorted(
-            source
-            for n in visible
-            if n not in self.written and (recipe := old.tensors[n].recipe) is not None
-            for source in recipe.sources
-            if source in self.content.hidden
-        )
-        kept_hidden = list(dict.fromkeys(kept_hidden))
+        needed = (old.tensors[n].recipe for n in visible if n not in self.written)
+        sources = {source for recipe in needed if recipe is not None for source in recipe.sources}
+        kept_hidden = sorted(sources & self.content.hidden)
         places = {n: place for place, n in enumerate([*visible, *kept_hidden])}
         hidden = [self._old(n) for n in kept_hidden]
         placed: list[_Placed] = []
@@ -496,9 +480,7 @@ def _reported(
 
 def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
     """Return the manifest of records whose pieces lie in several tables."""
-    first = [0]
-    for one in placed:
-        first.append(first[-1] + one.last - one.first)
+    first = tuple(accumulate((one.last - one.first for one in placed), initial=0))
     ids = [one.table.ids[one.first : one.last] for one in placed]
     raw = [one.table.raw[one.first : one.last] for one in placed]
     pieces = placed_table(
@@ -506,9 +488,8 @@ def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
         np.concatenate([np.zeros(0, np.uint32), *raw]),
         (location_of(one.table, row) for one in placed for row in range(one.first, one.last)),
     )
-    return replace(
-        old, tensors=tuple(one.record for one in placed), first=tuple(first), pieces=pieces
-    )
+    records = tuple(one.record for one in placed)
+    return replace(old, tensors=records, first=first, pieces=pieces)
 
 
 def _bytes_of(manifest: Manifest, rows: npt.NDArray[np.int64] | None = None) -> int:

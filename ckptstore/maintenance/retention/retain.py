@@ -207,14 +207,7 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(
-        repo=repo,
-        policy=checked,
-        run=run,
-        free=free,
-        after=after,
-        times=StorageTimes(repo, strict=not dry_run),
-    )
+    applying = _Retaining(repo, checked, run, free, after, StorageTimes(repo, strict=not dry_run))
     plans = applying.plans(repo.refresh())
     if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -255,7 +248,7 @@ def target_of(plan: RunPlan, decision: Decision) -> Target:
     return Target(level=decision.fate, encodings=encodings)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Retaining:
     """One call; owned by one thread."""
 
@@ -292,8 +285,7 @@ class _Retaining:
                 if not (target := target_of(plan, one)).encodings:
                     continue
                 del recent[:-_RECENT]
-                found = weigh(self.repo, one.version, target, recent)
-                self.lowered[one.version.id] = found
+                self.lowered[one.version.id] = weigh(self.repo, one.version, target, recent)
 
     def carry_out(self) -> list[int]:
         """Commit until nothing is left to do; return the numbers of the commits."""
@@ -402,7 +394,8 @@ def age(
     """
     repo.check_writable()
     catalog = repo.refresh()
-    chosen = _concerned(versions, target.level)
+    each = {version.id: version for version in versions}.values()
+    chosen = [one for one in each if LEVELS.index(target.level) < LEVELS.index(one.level)]
     for version in chosen:
         _check(catalog, version, target.level, force=force)
     size = limits.ROUNDED_PER_COMMIT if target.encodings else limits.RELOCATES_PER_COMMIT
@@ -424,12 +417,6 @@ def age(
 
         commit_retrying(attempt)
     return [version.id for version in chosen]
-
-
-def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
-    """Return those that are kept to more than this level, each once."""
-    each = {version.id: version for version in versions}.values()
-    return [version for version in each if LEVELS.index(level) < LEVELS.index(version.level)]
 
 
 def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> None:

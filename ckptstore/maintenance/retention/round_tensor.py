@@ -26,7 +26,7 @@ from ckptstore.format.tables import Recipe
 from ckptstore.objects.sources import Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Coding:
     """A tensor in fewer bits: its sources to be written, and its records in the manifest."""
 
@@ -102,13 +102,8 @@ def round_tensor(
             problem = measured.difference.problem or _over(recipe, encoding)
             if not problem:
                 blocks = f", blocks of {form.block}" if form.block else ""
-                coding = Coding(
-                    recipe=recipe,
-                    records=tuple(one.record for one in coded),
-                    sources=tuple(made),
-                    form=encoding.name + blocks,
-                )
-                return coding, problems
+                records = tuple(one.record for one in coded)
+                return Coding(recipe, records, tuple(made), encoding.name + blocks), problems
         problems.append(f"{encoding.name}: {problem}")
     return None, problems
 

@@ -24,7 +24,7 @@ import torch
 import ckptstore
 import ckptstore.maintenance.collect.gc
 import ckptstore.maintenance.replicas.fork
-import ckptstore.maintenance.retention.remove
+import ckptstore.maintenance.retention.by_hand
 import ckptstore.states.lazy
 import ckptstore.states.save
 from ckptstore.backends.registry import open_backend

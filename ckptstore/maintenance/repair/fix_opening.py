@@ -1,9 +1,9 @@
-"""Brings ``store.json`` back, beside a log that can be read.
+"""Mends what opens a store: its ``store.json``, and the records of its keys.
 
-Little in it is needed to read a store, and most of that can be found again: the log says that there
-is a store and since when, manifests of versions that were saved here say the size of chunks, and
-the storage is probed again. A copy of the same log in a second store brings all of it back, with
-the store's own id.
+Little in ``store.json`` is needed to read a store, and most of that can be found again: the log
+says that there is a store and since when, manifests of versions that were saved here say the size
+of chunks, and the storage is probed again. A copy of the same log in a second store brings all of
+it back, with the store's own id.
 
 A ``store.json`` that is missing is put if absent. A damaged one occupies its name: as a damaged
 commit, it is only replaced for a caller who vouches that no one else writes.
@@ -14,23 +14,22 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Final, Literal
 
 import msgspec
 
-from ckptstore import errors, limits
+from ckptstore import errors, keyring, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.encrypted import EncryptedBackend
-from ckptstore.backends.sealing import DataKey, UserKey
+from ckptstore.backends.sealing import DataKey, UserKey, unwrap
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.reading import LogReader
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
+from ckptstore.format import keys
 from ckptstore.format.encryption import KeyRecord
-from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
 from ckptstore.format.segments import MAGIC
 from ckptstore.format.superblock import Superblock
-from ckptstore.keyring import missing_key, open_keys
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import Prober, Repo, probe_backend, unsafe
 from ckptstore.superblocks import encrypted_superblock, read_superblock, write_superblock
@@ -94,20 +93,19 @@ def mend_superblock(
     damage = _damage(backend)
     if damage is None:
         return None
-    keys = _keys(backend, key)
-    reading = (
-        backend
-        if keys is None
-        else EncryptedBackend(backend, keys[1], segment_bytes=keys[0].encryption.segment_bytes)
-    )
+    opened = _keys(backend, key)
+    reading = backend
+    if opened is not None:
+        segment_bytes = opened[0].encryption.segment_bytes
+        reading = EncryptedBackend(backend, opened[1], segment_bytes=segment_bytes)
     commits = _commits(reading, environment)
     if not commits:
         _refuse(backend, damage)
-    copied = None if source is None or keys else _copy(source, commits, environment)
+    copied = None if source is None or opened else _copy(source, commits, environment)
     found, new, doubt = (copied, (), "") if copied else _rebuilt(reading, commits, environment)
-    if keys is not None:
-        found, new, doubt = encrypted_superblock(found, keys[0]), ("by",), ""
-    why = (damage or f"{STORE_KEY} is missing") + doubt
+    if opened is not None:
+        found, new, doubt = encrypted_superblock(found, opened[0]), ("by",), ""
+    why = (damage or f"{keys.STORE_KEY} is missing") + doubt
     taken = bool(damage) and not options.single_writer
     if taken:
         why += (
@@ -117,11 +115,11 @@ def mend_superblock(
     elif not dry_run:
         _write(backend, found, options, prober, environment, replaces=bool(damage))
     return SuperblockFinding(
-        key=STORE_KEY,
+        key=keys.STORE_KEY,
         what="damaged" if damage else "missing",
         mended=not taken,
         why=why,
-        source="keys" if keys else "copy" if copied else "rebuilt",
+        source="keys" if opened else "copy" if copied else "rebuilt",
         new=new,
     )
 
@@ -142,15 +140,15 @@ def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | 
     Its first commit decides: a record of keys may be left from a creator that did not get far.
     """
     looked = False
-    for info in islice(backend.list(COMMITS_PREFIX), _LOOKED_AT):
+    for info in islice(backend.list(keys.COMMITS_PREFIX), _LOOKED_AT):
         # Another may be sound.
         with suppress(errors.CorruptObjectError, errors.ObjectNotFoundError):
             data, looked = backend.get(info.key, bytes_max=limits.COMMIT_BYTES_MAX * 2), True
             if not data.startswith(MAGIC):
                 continue
             if key is None:
-                raise missing_key(backend.url)
-            return open_keys(backend, key)
+                raise keyring.missing_key(backend.url)
+            return keyring.open_keys(backend, key)
     if key is not None and looked:
         msg = f"nothing at {backend.url} is encrypted, but a key was given"
         hint = "leave the key out: encryption_key=, --key, CKPTSTORE_KEY"
@@ -161,7 +159,7 @@ def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | 
 def _commits(backend: Backend, environment: Environment) -> list[Commit]:
     """Return some sound commits from the beginning of the log, oldest first."""
     reader = LogReader(backend, environment)
-    listed = (commit_number(info.key) for info in backend.list(COMMITS_PREFIX))
+    listed = (keys.commit_number(info.key) for info in backend.list(keys.COMMITS_PREFIX))
     found = []
     for number in islice(filter(None, listed), _LOOKED_AT):
         try:
@@ -176,11 +174,12 @@ def _commits(backend: Backend, environment: Environment) -> list[Commit]:
 def _refuse(backend: Backend, damage: str) -> None:
     if damage:
         msg = f"{damage}; and no commit at {backend.url} can be read that says what it was of"
-        hint = f"if nothing is stored there, remove {STORE_KEY} and create the store anew"
+        hint = f"if nothing is stored there, remove {keys.STORE_KEY} and create the store anew"
         raise errors.CorruptObjectError(msg, hint=hint)
-    msg = f"there is no store at {backend.url}: neither {STORE_KEY} nor a commit that can be read"
-    left = any(True for prefix in OBJECT_PREFIXES for _ in backend.list(prefix))
+    msg = f"there is no store at {backend.url}: neither {keys.STORE_KEY} nor a commit"
+    left = any(True for prefix in keys.OBJECT_PREFIXES for _ in backend.list(prefix))
     hint = f"create one: ckptstore init {backend.url}"
+    msg = f"{msg} that can be read"
     raise errors.StoreNotFoundError(msg, hint="restore commits/ from a backup" if left else hint)
 
 
@@ -279,5 +278,160 @@ def _write(
         probe=dict(probed.report),
     )
     if replaces:
-        backend.delete(STORE_KEY)
+        backend.delete(keys.STORE_KEY)
     write_superblock(backend, superblock, environment)  # another repair may be faster
+
+
+# --- records of keys ----------------------------------------------------------------------------
+
+# An intruder who can write to the storage can put a record below ``keys/``, whose number is higher
+# than that of the one that counts. It opens nothing: a record has a seal, which follows from the
+# data key and the record's number. But it stands in the way, of opening and of the next rotation.
+# Only a user who knows that nobody is rotating the key can say that it is to go.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysMended:
+    """Result of mending the records of keys; in a dry run, the foreseen one."""
+
+    dry_run: bool
+    record: int
+    """Number of the record that counts now; of the one that the key opens, if nothing was wrong."""
+    kept: bool
+    """Whether that was there before, with all the keys that opened the store. If not, it is new,
+    and the key that was given is the only one that opens the store."""
+    deleted: tuple[str, ...]
+    """Records that were taken away, with `dry_run` those that would be."""
+
+
+def mend_keys(
+    backend: Backend,
+    user_key: UserKey,
+    *,
+    single_writer: bool = False,
+    dry_run: bool = False,
+    environment: Environment = SYSTEM,
+) -> KeysMended:
+    """Take away the records of keys that `user_key` does not vouch for.
+
+    The newest record that the key opens, and that has a seal, stays as it is if its number can
+    count. If none has a seal (a store from before there were seals), or its number is the last that
+    there is, a new one is written, which the given key alone opens.
+
+    Parameters
+    ----------
+    backend
+        As it is, without encryption.
+    single_writer
+        Nobody else writes at the same time; needed on storage that cannot create an object
+        conditionally.
+
+    Raises
+    ------
+    StoreNotFoundError
+        There is no store.
+    EncryptionKeyError
+        It is not encrypted.
+    WrongKeyError
+        The key opens none of the records.
+    CorruptObjectError
+        None can be read.
+    LimitError
+        There are too many to look at.
+    UnsafeBackendError
+        One has to be written, and the storage cannot create an object conditionally.
+    AmbiguousWriteError, StorageError
+        The storage failed, or others write at once. Do it again.
+    """
+    superblock = _superblock(backend)
+    numbers = _numbers(backend)
+    good = _opened(backend, superblock, user_key, numbers)
+    sound = [record for record, _ in good if record.seal]
+    kept = bool(sound) and sound[-1].number < limits.COMMIT_NUMBER_MAX
+    taken = set(numbers)
+    number = sound[-1].number if kept else next(free for free in count(1) if free not in taken)
+    gone = [other for other in numbers if other != number]
+    if not dry_run:
+        verdict = PutIfAbsent(superblock.put_if_absent)
+        conditional = verdict is PutIfAbsent.ATOMIC
+        if not (kept or conditional or single_writer):
+            raise unsafe(backend.url, verdict)
+        records = keyring.KeyRecords(
+            backend=backend, environment=environment, conditional=conditional
+        )
+        record = sound[-1] if kept else _write_record(records, good[0], user_key, number)
+        # The highest first: until then it counts, wrong as it is.
+        records.delete(record, gone[::-1])
+    return KeysMended(
+        dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(keys.key_record_key, gone))
+    )
+
+
+def _superblock(backend: Backend) -> Superblock:
+    """Return that of an encrypted store; refuse any other, and that there is none."""
+    superblock = read_superblock(backend)
+    if superblock is None:
+        msg = f"there is no store at {backend.url}"
+        raise errors.StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
+    if superblock.encryption is None:
+        raise errors.EncryptionKeyError(f"{backend.url} is not encrypted")
+    return superblock
+
+
+def _numbers(backend: Backend) -> list[int]:
+    """Return the numbers of all records, the lowest first; refuse to look at too many."""
+    numbers = sorted(keyring.record_numbers(backend))
+    if len(numbers) > limits.KEY_RECORDS_MAX:
+        most = limits.KEY_RECORDS_MAX
+        msg = f"{len(numbers)} records are below {keys.KEYS_PREFIX}, more than {most}"
+        hint = "remove those from storage whose times show that they are new"
+        raise errors.LimitError(msg, hint=hint)
+    return numbers
+
+
+def _opened(
+    backend: Backend, superblock: Superblock, user_key: UserKey, numbers: list[int]
+) -> list[tuple[KeyRecord, DataKey]]:
+    """Return the records that a key opens and that are of this store, the lowest number first."""
+    found = []
+    read = 0
+    for number in numbers:
+        with suppress(
+            errors.CorruptObjectError,
+            errors.FormatError,
+            errors.UnsupportedFeatureError,
+            errors.WrongKeyError,
+            errors.ObjectNotFoundError,
+        ):
+            record = keyring.read_record(backend, number)
+            read += 1
+            data_key = unwrap(record, user_key, where=keys.key_record_key(number))
+            if (record.store_id, record.encryption) == (superblock.store_id, superblock.encryption):
+                found.append((record, data_key))
+    if found:
+        return found
+    if read:
+        msg = f"the key {user_key.id} opens none of {len(numbers)} records below {keys.KEYS_PREFIX}"
+        raise errors.WrongKeyError(msg, hint="give the key that the store was opened with last")
+    msg = f"no record below {keys.KEYS_PREFIX} at {backend.url} can be read"
+    hint = "restore keys/ from a backup: nothing opens it otherwise"
+    raise errors.CorruptObjectError(msg, hint=hint)
+
+
+def _write_record(
+    records: keyring.KeyRecords, opened: tuple[KeyRecord, DataKey], user_key: UserKey, number: int
+) -> KeyRecord:
+    record, data_key = opened
+    fresh = msgspec.structs.replace(
+        record,
+        number=number,
+        slots=(),
+        at_ms=records.environment.now_ms(),
+        by=writer_identity()[: limits.BY_CHARS_MAX],
+    )
+    written = records.put(fresh, data_key, user_key)
+    if written is None:
+        msg = f"another process has written {keys.key_record_key(number)} at {records.backend.url}"
+        raise errors.AmbiguousWriteError(msg, hint="see who does, and do it again")
+    keyring.check_written(records.backend, written, user_key)
+    return written
