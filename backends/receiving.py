@@ -20,9 +20,7 @@ Foreign = Any
 """An answer of urllib3, below botocore and requests, or of :mod:`ckptstore.backends.wire`."""
 
 
-def receive_into(
-    answer: Foreign, buffers: Sequence[memoryview], arrived: Arrived = moved
-) -> int:
+def receive_into(answer: Foreign, buffers: Sequence[memoryview], arrived: Arrived = moved) -> int:
     """Fill `buffers` from an answer's body; return the number of bytes that are missing.
 
     The connection serves further requests if the body was read to its end, and is closed if not.
