@@ -221,7 +221,7 @@ def _together(group: list[_Place]) -> Pending:
     """Return one base for views that share bytes."""
     low, high = min(p.start for p in group), max(p.stop for p in group)
     largest = max(place.item for place in group)
-    for place in group:
+    for place in group if len(group) > 1 else ():  # one alone was tried
         tensor = place.tensor
         fits = (place.start, place.stop) == (low, high) and low % largest == 0
         if fits and place.stop - place.start == tensor.numel() * place.item:

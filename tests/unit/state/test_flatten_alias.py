@@ -131,6 +131,10 @@ def test_tensors_that_overlap_themselves(shelf: Make, assert_same: Same) -> None
     kept = shelf(windows)
     assert _bytes(kept) == 10 * 4
     assert_same(windows, kept.load())
+    crossed = torch.randn(16).as_strided((4, 4), (2, 3))  # as many elements as it spans, two shared
+    kept = shelf(crossed)
+    assert _bytes(kept) == 16 * 4
+    assert_same(crossed, kept.load())
     mixed = torch.randn(5, 6)[:, ::2].unsqueeze(1).expand(5, 4, 3)
     kept = shelf(mixed)
     assert _bytes(kept) == 5 * 3 * 4
