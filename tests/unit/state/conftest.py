@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,12 @@ class Shelf:
         for index in restorer.needed:
             destination = restorer.destination(index)
             destination.view[:] = self.records[index].data
+        for part in restorer.parts:
+            storage, out = part.memory()
+            elements = self.records[part.index].data.ljust(math.prod(part.shape) * part.item)
+            whole = np.frombuffer(elements, out.dtype).reshape(part.shape)
+            out[...] = whole[tuple(map(slice, part.offsets, np.add(part.offsets, part.sizes)))]
+            restorer.finish_part(part, storage)
         return restorer.build()
 
 
@@ -70,7 +77,7 @@ def _keep(source: SourceTensor, step: int = 7) -> Kept:
     )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def shelf() -> type[Shelf]:
     """Save a state into memory: ``shelf(state).load()``."""
     return Shelf

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from shortening import examples
 
 from ckptstore import errors
-from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import PathFilter
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
-from ckptstore.tensors.tensor_bytes import SourceTensor
 
 Same = Callable[[object, object], None]
 Make = Callable[..., Any]
@@ -179,8 +177,8 @@ def test_row_bytes() -> None:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(st.data())
-def test_random_views_of_one_storage(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_random_views_of_one_storage(shelf: Make, data: st.DataObject) -> None:
     """Whatever views of one storage a state holds, a write through one is seen by all others."""
     base = torch.arange(60, dtype=torch.int16)
     views = []
@@ -189,13 +187,7 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
         strides = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 3))
         offset = data.draw(st.integers(0, 15))
         views.append(base.as_strided((rows, columns), strides, offset))
-    flat = flatten(views)
-    records = [_record(source) for source in flat.tensors]
-    restorer = Restorer(flat.skeleton, records)
-    for index in restorer.needed:
-        view = restorer.destination(index).view
-        flat.tensors[index].payload.copy_into(0, view)
-    back = restorer.build()
+    back = shelf(views).load()
     for mine, theirs in zip(views, back, strict=True):
         assert torch.equal(mine, theirs)
     chosen = data.draw(st.integers(0, len(views) - 1))
@@ -205,14 +197,6 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
     views[chosen][element] = back[chosen][element] = -1
     for mine, theirs in zip(views, back, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def _record(source: SourceTensor) -> TensorRecord:
-    """Return a source as its own record."""
-    return TensorRecord(
-        dtype=source.dtype, shape=source.shape, order=source.order, role="weights",
-        nbytes=source.nbytes,
-    )  # fmt: skip
 
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the kind that is refused
