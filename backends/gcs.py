@@ -443,7 +443,8 @@ def _check_options(options: Mapping[str, object]) -> None:
     unknown = options.keys() - known
     if unknown:
         msg = f"no option is called {min(unknown)!r}"
-        raise errors.InvalidUrlError(msg, hint=did_you_mean(min(unknown), known))
+        hint = did_you_mean(f"{min(unknown)}=", [f"{name}=" for name in known])
+        raise errors.InvalidUrlError(msg, hint=hint)
     token = options.get("token")
     if isinstance(token, str) and token.endswith(".json") and not Path(token).exists():
         msg = "the key file that token= names is not there"
