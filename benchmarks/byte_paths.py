@@ -290,8 +290,8 @@ def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _wide(way: Way) -> int | None:
-    """Return the width to ask for: ckptstore finds its own."""
-    return None if way.name.startswith("ckptstore") else _WIDE
+    """Return the width to ask for: a store of ckptstore finds its own."""
+    return None if way.knob == "requests" else _WIDE
 
 
 def _actions(way: Way, wanted: Sequence[str]) -> Iterator[str]:
