@@ -169,8 +169,11 @@ class _Bench:
         for number in range(rounds):
             shift = number % len(ways)
             for way in [*ways[shift:], *ways[:shift]]:
-                width = _wide(way) if limited else _WIDE_UNLIMITED
-                self._one(rows, way, width, narrowed=limited)
+                if limited:
+                    self._one(rows, way, _wide(way))
+                else:
+                    actions = _fewest(way)
+                    self._one(rows, way, _WIDE_UNLIMITED, actions=actions, narrowed=False)
         for row in rows.values():
             row.numbers = _medians(self._rounds.pop(row.name, []))
         for table in ("save", "load"):
@@ -199,8 +202,7 @@ class _Bench:
         say(f"bytes: {name}")
         rows: dict[tuple[str, str], Measured] = {}
         for way in ways:
-            actions = ("save", "load, into" if way.load_into else "load, new")
-            self._one(rows, way, _wide(way), actions=actions, paces=(clean, faulty))
+            self._one(rows, way, _wide(way), actions=_fewest(way), paces=(clean, faulty))
         without = [row for table in ("save", "load") for row in self._result.tables[table]]
         by_name = {(row.name, "requests" in row.numbers): row for row in without}
         for row in rows.values():
@@ -292,6 +294,11 @@ def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 def _wide(way: Way) -> int | None:
     """Return the width to ask for: a store of ckptstore finds its own."""
     return None if way.knob == "requests" else _WIDE
+
+
+def _fewest(way: Way) -> tuple[str, str]:
+    """Return a save and one kind of load, into given memory if the way can."""
+    return "save", "load, into" if way.load_into else "load, new"
 
 
 def _actions(way: Way, wanted: Sequence[str]) -> Iterator[str]:
