@@ -29,6 +29,8 @@ _PACKAGES = (
     "zipnn",
     "s3torchconnector",
     "obstore",
+    "awscrt",
+    "moonclip",
 )
 _PROGRAMS = {"restic": ("restic", "version"), "borg": ("borg", "--version")}
 _REPO = Path(__file__).resolve().parent.parent

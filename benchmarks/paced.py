@@ -1,4 +1,7 @@
-"""The server of ``tests/kits/paced_s3.py`` as a process, and the fastest that a plain loop moves.
+"""A paced S3 server as a process, and the fastest that a plain loop moves.
+
+There are two servers with the same requests and settings: ``slow_s3.c`` takes little processor
+time, ``tests/kits/paced_s3.py`` needs no compiler.
 
 The plain loop is threads of http.client that send and fetch objects of 8 MiB from and into memory
 that is used again: no client of S3 on this machine, in this language, does with less.
@@ -24,6 +27,8 @@ from urllib.parse import urlsplit
 
 from paced_s3 import Pace
 
+from benchmarks.native import compiled
+
 __all__ = ["Paced", "fastest", "paced_server"]
 
 _PROGRAM: Final = Path(__file__).resolve().parent.parent / "tests/kits/paced_s3.py"
@@ -34,8 +39,10 @@ _START_S: Final = 60.0
 class Paced:
     """A running server, told by its own requests."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, name: str = "") -> None:
         self.port = port
+        self.name = name
+        """Of its source."""
 
     @classmethod
     def of_environment(cls) -> Paced:
@@ -82,14 +89,22 @@ class Paced:
 
 
 @contextmanager
-def paced_server(pace: Pace) -> Iterator[Paced]:
-    """Run a server in a process of its own, at a free port."""
+def paced_server(pace: Pace, *, native: bool = False) -> Iterator[Paced]:
+    """Run a server in a process of its own, at a free port.
+
+    Parameters
+    ----------
+    native
+        The server in C; without a compiler it is the other one.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     told = json.dumps({**asdict(pace), "port": port})
-    process = subprocess.Popen([sys.executable, str(_PROGRAM), told])
-    server = Paced(port)
+    program = compiled("slow_s3.c") if native else None
+    command = [sys.executable, str(_PROGRAM)] if program is None else [str(program)]
+    process = subprocess.Popen([*command, told])
+    server = Paced(port, _PROGRAM.name if program is None else "slow_s3.c")
     try:
         _await(process, server)
         yield server

@@ -55,7 +55,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
     return {
         "local": storage.local,
         "s3": storage.s3,
-        "width": connections.width,
+        "bytes": connections.byte_paths,
         "sharing": connections.sharing,
         "replicate": replication.replicate,
         "codecs": codec.codecs,

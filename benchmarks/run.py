@@ -38,7 +38,7 @@ SUITES = (
     "failures",
     "async",
     "s3",
-    "width",
+    "bytes",
     "sharing",
     "replicate",
     "link",
@@ -46,7 +46,7 @@ SUITES = (
     "encryption",
     "serve",
 )
-_MODULES = {"async": "async_saves"}  # of suites whose name is a keyword
+_MODULES = {"async": "async_saves", "bytes": "byte_paths"}  # of suites named by a word of Python
 _MB = 10**6
 _SMALL_PLAN = Plan(
     width=32, layers=1, warmup=5, versions=3, intervals=(1, 2), rank=2, lora_interval=1
@@ -102,10 +102,10 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
         },
         "cores": {"pieces": 8 if small else 64, "rounds": options.rounds},
         "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
-        "width": {
+        "bytes": {
             "bytes_min": options.size_mb * _MB,
             "rounds": min(options.rounds, 3),
-            **({"bytes_per_s": 100e6, "slow_s": 0.2} if small else {}),
+            **({"bytes_per_s": 100e6, "slow_s": 0.2, "widths": (4,)} if small else {}),
             **steps,
         },
         "sharing": {"bytes_min": options.size_mb * _MB, "rounds": min(options.rounds, 3), **steps},

@@ -1,6 +1,6 @@
 """Loads of one state from S3 by eight processes of a host: what the server sends, and how long.
 
-The server (``tests/kits/paced_s3.py``) is the one of the suite ``width``. Ranks are processes that
+The server is the one in Python (``tests/kits/paced_s3.py``). Ranks are processes that
 torch.distributed connects by gloo. All begin together, each with an open store; the time is that of
 the slowest. Every rank compares what it loaded.
 """

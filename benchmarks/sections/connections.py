@@ -1,27 +1,24 @@
-"""The section of saves and loads over many slow connections."""
+"""The sections of saves and loads over many connections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from benchmarks.byte_paths import UNLIMITED
 from benchmarks.measure import Measured, Result
 from benchmarks.sections.pieces import seconds, table, titled
 
-__all__ = ["width"]
+__all__ = ["byte_paths", "sharing"]
 
 
-def width(result: Result) -> list[str]:
-    """Return the tables at 64 connections, by the number of connections, and under faults."""
-    bound, plain = result.facts["bound"], result.facts["plain"]
-    said = "; ".join(
-        f"{what}: {bound[what] / 1e6:.0f} MB/s (a plain loop without a limit: "
-        f"{max(plain[what].values()) / 1e6:.0f})"
-        for what in ("save", "load")
-    )
-    blocks = [
-        titled("Save over slow connections", f"The bound: {said}.", _rates(result, "save")),
-        titled("Load over slow connections", _rates(result, "load")),
-    ]
+def byte_paths(result: Result) -> list[str]:
+    """Return the tables with a limit and without, by the number of connections, and with faults."""
+    blocks = []
+    for end, place in (("", "over 64 slow connections"), (UNLIMITED, "without a limit")):
+        for what in ("save", "load"):
+            name = what + end
+            bound = f"The bound: {result.facts['bound'][name] / 1e6:.0f} MB/s."
+            blocks.append(titled(f"{what.title()} {place}", bound, _rates(result, name)))
     if result.tables["width"]:
         blocks.append(titled("MB/s by the number of connections", _curve(result.tables["width"])))
     for name, title in (
@@ -57,26 +54,37 @@ def _rates(result: Result, what: str) -> str:
     lines = []
     for one in result.tables[what]:
         if one.error:
-            lines.append([one.name, *[""] * 9, one.error])
+            lines.append([_short(one), *[""] * 11, one.error])
             continue
         rate = one.logical_bytes / one.median
         share = f"{rate / result.facts['bound'][what]:.2f}"
         lines.append([_short(one), *seconds(one), f"{rate / 1e6:.0f}", share, *_costs(one)])
-    columns = ["", "median", "min-max", "MB/s", "of the bound", "requests", "MB each", "at once"]
-    return table([*columns, "processor s/GB", "extra memory", "note"], lines)
+    columns = ["", "median", "min-max", "MB/s", "of the bound", "client s/GB", "server s/GB"]
+    more = ["under the lock", "requests", "MB each", "at once", "extra memory", "note"]
+    return table([*columns, *more], lines)
 
 
 def _costs(one: Measured) -> Sequence[str]:
     numbers = one.numbers
     each = numbers["moved_bytes"] / max(1, numbers["data_requests"]) / 1e6
     return (
+        _spread(numbers, "processor_s", 1e9 / one.logical_bytes),
+        _spread(numbers, "server_s", 1e9 / one.logical_bytes),
+        _spread(numbers, "locked", 1),
         f"{numbers['requests']:.0f}",
         f"{each:.1f}",
         f"{numbers['at_once']:.0f}",
-        f"{numbers['processor_s'] / one.logical_bytes * 1e9:.2f}",
         f"{numbers['extra_bytes'] / 2**20:.0f} MiB",
         one.note,
     )
+
+
+def _spread(numbers: Mapping[str, float], name: str, scale: float) -> str:
+    """Return the median of a number with its least and greatest one; empty if it is unknown."""
+    if name not in numbers:
+        return ""
+    found = [f"{numbers[key] * scale:.2f}" for key in (name, f"{name}_low", f"{name}_high")]
+    return f"{found[0]} ({found[1]}-{found[2]})"
 
 
 def _short(one: Measured) -> str:

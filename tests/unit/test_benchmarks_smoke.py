@@ -23,6 +23,7 @@ sys.path.insert(0, str(_ROOT))  # benchmarks/ is not installed; it runs from the
 
 from benchmarks import (  # noqa: E402 - after the path
     async_saves,
+    byte_paths,
     catalog,
     codecs,
     cores,
@@ -43,7 +44,6 @@ from benchmarks import (  # noqa: E402 - after the path
     sharing,
     trajectory,
     weka,
-    width,
     workload_states,
     workloads,
 )
@@ -363,14 +363,14 @@ def test_s3(space: Workspace, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_width(space: Workspace, tmp_path: Path) -> None:
+def test_bytes(space: Workspace, tmp_path: Path) -> None:
     """Over slow connections, a client loads what it saved, with requests late or refused too."""
-    result = width.run(
+    result = byte_paths.run(
         space, bytes_min=300_000, rounds=1, training_steps=2, widths=(4,), ways=("ckptstore raw",),
         bytes_per_s=100e6, slow_s=0.1,
     )  # fmt: skip
     _check(result, tmp_path)
-    for name in ("save", "load", "slow", "busy"):
+    for name in ("save", "load", "save, no limit", "load, no limit", "slow", "busy"):
         rows = result.tables[name]
         assert {one.name.partition(":")[0] for one in rows} == {"ckptstore raw"}
         assert all(one.numbers["requests"] > 0 for one in rows)

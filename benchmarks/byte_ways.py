@@ -1,26 +1,31 @@
 """Clients that save to S3 and load from it over many connections, each as its own docs advise.
 
 Every client gets the width, the number of connections, by an option of its own where it has one,
-and parts of 8 MiB where it lets one choose, so that all widths can be used. boto3, s3fs and obstore
-only move bytes, which are ready in memory, and make no state of them; the others save and load a
-state. Bodies are not signed where a client can leave that out: the server stands for one
-behind TLS, where none of them signs bodies.
+and parts of 8 MiB where it lets one choose, so that all widths can be used. Rows of a client and of
+bytes only move bytes, which are ready in memory, and make no state of them; their clients are made
+before the clock starts. The others save and load a state. Bodies are not signed where a client can
+leave that out: the server stands for one behind TLS, where none of them signs bodies.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Final
 
 import torch
 
 import ckptstore
+from benchmarks.byte_one import CRT
 from benchmarks.states import State, flat_tensors
+from ckptstore.backends.s3_calls import read_settings
+from ckptstore.backends.s3_direct import direct_client
 
 __all__ = ["WAYS", "Way", "state_as_bytes"]
 
@@ -37,15 +42,16 @@ class Way:
     name: str
     save: Callable[[Any, str, int | None], None]
     load: Callable[[str, int | None], object] | None = None
-    load_into: Callable[[str, int | None, State], object] | None = None
+    load_into: Callable[[str, int | None, Any], object] | None = None
+    """Gets the tensors of a state, or memory for its bytes."""
     plain: bool = False
     """True if only bytes are moved: it saves bytes, and loads parts of them, in order."""
     knob: str = ""
     """The option that limits the connections; empty without one."""
     begin: Callable[[str], None] = lambda _: None
     """Makes what exists before the first save of a training."""
-    narrow: bool = False
-    """True if its loads use one connection or two, whatever the width."""
+    narrow: tuple[str, ...] = ()
+    """``save`` and ``load`` if they use one connection or two, whatever the width."""
 
 
 def state_as_bytes(state: State) -> bytes:
@@ -68,6 +74,57 @@ def _endpoint() -> str:
 # --- bytes ------------------------------------------------------------------------------------
 
 
+def _client(name: str, *, short: bool) -> Way:
+    """Client of ckptstore's backend alone: PUTs and ranged GETs of 8 MiB, by threads.
+
+    It sends from memory, and receives into given memory.
+
+    Parameters
+    ----------
+    short
+        Requests take the short path (docs/design/0014); else botocore's client sends them all.
+    """
+
+    @cache
+    def made() -> Any:  # noqa: ANN401 - of the backend
+        settings = read_settings({})
+        assert settings is not None  # noqa: S101 - no options: all are known
+        calls = direct_client(settings)
+        if not short:
+            calls._thin = None
+        return calls
+
+    def each(place: str, width: int | None, size: int, work: Callable[..., None]) -> None:
+        bucket, prefix = _split(place)
+
+        def one(at: int) -> None:
+            request = {"Bucket": bucket, "Key": f"{prefix}/{at}"}
+            work(request, slice(at, min(at + _PART, size)))
+
+        with ThreadPoolExecutor(width or 16) as pool:
+            list(pool.map(one, range(0, size, _PART)))
+
+    def save(data: bytes, place: str, width: int | None) -> None:
+        view = memoryview(data)
+
+        def put(request: dict[str, Any], span: slice) -> None:
+            made().send("put_object", request, view[span])
+
+        each(place, width, len(data), put)
+
+    def load_into(place: str, width: int | None, memory: bytearray) -> object:
+        view = memoryview(memory)
+
+        def get(request: dict[str, Any], span: slice) -> None:
+            request["Range"] = f"bytes=0-{span.stop - span.start - 1}"
+            made().read_into(request, [view[span]], lambda _: None)
+
+        each(place, width, len(memory), get)
+        return [memory]
+
+    return Way(name=name, save=save, load_into=load_into, plain=True, knob="threads")
+
+
 def _boto3() -> Way:
     """boto3's transfers.
 
@@ -76,6 +133,7 @@ def _boto3() -> Way:
     s3transfer's ``max_in_memory_upload_chunks`` (10).
     """
 
+    @cache
     def made(width: int | None) -> tuple[Any, Any]:
         import boto3
         from boto3.s3.transfer import TransferConfig
@@ -83,9 +141,10 @@ def _boto3() -> Way:
 
         unsigned = {"payload_signing_enabled": False}
         if width is None:
-            return boto3.client("s3", config=Config(s3=unsigned)), TransferConfig()
+            classic = TransferConfig(preferred_transfer_client="classic")
+            return boto3.client("s3", config=Config(s3=unsigned)), classic
         config = Config(max_pool_connections=width, s3=unsigned)
-        transfer = TransferConfig(max_concurrency=width)
+        transfer = TransferConfig(max_concurrency=width, preferred_transfer_client="classic")
         transfer.max_in_memory_upload_chunks = width
         return boto3.client("s3", config=config), transfer
 
@@ -102,6 +161,46 @@ def _boto3() -> Way:
     return Way(name="bytes by boto3", save=save, load=load, plain=True, knob="max_concurrency")
 
 
+def _boto3_crt() -> Way:
+    """boto3's other transfers, by AWS's common runtime (``pip install awscrt``).
+
+    The runtime has a rate to reach in place of a number of connections. boto3 itself makes its
+    client for TLS and AWS's own endpoints alone; here it is made as boto3 does, for this endpoint.
+    """
+
+    @cache
+    def made(width: int | None) -> Any:  # noqa: ANN401 - s3transfer's
+        from botocore.config import Config
+        from botocore.session import Session
+        from s3transfer import crt
+
+        session = Session()
+        provider = crt.BotocoreCRTCredentialsWrapper(session.get_credentials())
+        rate = None if width is None else int(width * _GBPS_OF_A_CONNECTION * 1e9 / 8)
+        client = crt.create_s3_crt_client(
+            _REGION, provider.to_crt_credentials_provider(), use_ssl=False, target_throughput=rate
+        )
+        settings = {
+            "region_name": _REGION,
+            "endpoint_url": _endpoint(),
+            "config": Config(s3={"addressing_style": "path"}),
+        }
+        return crt.CRTTransferManager(client, crt.BotocoreCRTRequestSerializer(session, settings))
+
+    def save(data: bytes, place: str, width: int | None) -> None:
+        bucket, key = _split(place)
+        made(width).upload(io.BytesIO(data), bucket, key).result()
+
+    def load(place: str, width: int | None) -> object:
+        bucket, key = _split(place)
+        buffer = io.BytesIO()
+        made(width).download(bucket, key, buffer).result()
+        return [buffer.getbuffer()]
+
+    knob = "target_throughput"
+    return Way(name=CRT, save=save, load=load, plain=True, knob=knob)
+
+
 def _s3fs() -> Way:
     """s3fs.
 
@@ -110,6 +209,7 @@ def _s3fs() -> Way:
     be 20 for a GB.
     """
 
+    @cache
     def made(width: int | None) -> Any:  # noqa: ANN401 - s3fs's
         import s3fs
 
@@ -140,19 +240,22 @@ def _obstore() -> Way:
     pool of threads, which took a tenth of the time here.
     """
 
-    def made(place: str) -> tuple[Any, str]:
+    @cache
+    def made_for(bucket: str) -> Any:  # noqa: ANN401 - obstore's
         from obstore.store import S3Store
 
-        bucket, key = _split(place)
         options: Any = {"allow_http": True, "timeout": timedelta(minutes=5)}
-        store = S3Store(
+        return S3Store(
             bucket,
             endpoint=_endpoint(),
             region=_REGION,
             unsigned_payload=True,
             client_options=options,
         )
-        return store, key
+
+    def made(place: str) -> tuple[Any, str]:
+        bucket, key = _split(place)
+        return made_for(bucket), key
 
     def save(data: bytes, place: str, width: int | None) -> None:
         import obstore
@@ -244,7 +347,9 @@ def _dcp_fsspec() -> Way:
 
         return _dcp_load(state, FsspecReader(f"s3://{place}", **options(width)))
 
-    return Way(name="DCP, fsspec", save=save, load_into=load_into, knob="thread_count", narrow=True)
+    return Way(
+        name="DCP, fsspec", save=save, load_into=load_into, knob="thread_count", narrow=("load",)
+    )
 
 
 def _dcp_connector() -> Way:
@@ -269,8 +374,42 @@ def _dcp_connector() -> Way:
         save=save,
         load_into=load_into,
         knob="throughput_target_gbps",
-        narrow=True,
+        narrow=("load",),
     )
+
+
+def _moonclip() -> Way:
+    """moonclip, by way of a folder: it saves there and copies that to S3, one file at a time."""
+    folders: list[tempfile.TemporaryDirectory[str]] = []  # until the process ends
+
+    def made(place: str) -> Any:  # noqa: ANN401 - moonclip's
+        from moonclip import MoonclipManager
+
+        bucket, prefix = _split(place)
+        folders.append(tempfile.TemporaryDirectory())
+        return MoonclipManager(
+            folders[-1].name,
+            s3_bucket=bucket,
+            s3_prefix=prefix,
+            s3_endpoint=_endpoint(),
+            async_save=False,
+        )
+
+    def save(state: State, place: str, _: int | None) -> None:
+        from moonclip import flatten_state_dict
+
+        manager = made(place)
+        manager.save_tensors(1, flatten_state_dict(state, "state", as_tensors=True)[0])
+        manager.sync_now()
+
+    def load(place: str, _: int | None) -> object:
+        from moonclip import unflatten_state_dict
+
+        manager = made(place)
+        manager.restore_from_remote()
+        return unflatten_state_dict(manager.load_latest()[1])["state"]
+
+    return Way(name="moonclip", save=save, load=load, narrow=("save", "load"))
 
 
 # --- ckptstore --------------------------------------------------------------------------------
@@ -308,12 +447,16 @@ def _ckptstore(codec: str) -> Way:
 WAYS: Final = {
     way.name: way
     for way in (
+        _client("ckptstore's client, short path", short=True),
+        _client("ckptstore's client, library's path", short=False),
         _boto3(),
+        _boto3_crt(),
         _s3fs(),
         _obstore(),
         _connector(),
         _dcp_fsspec(),
         _dcp_connector(),
+        _moonclip(),
         _ckptstore("raw"),
         _ckptstore("auto"),
     )

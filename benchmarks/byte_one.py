@@ -1,7 +1,8 @@
 """One save or one load of a client, in a process of its own: seconds, processor time, memory.
 
 The child does the same with a tiny state before, so that imports and pools are paid for, and tells
-the server to begin its counts. A load is compared with what was saved.
+the server to begin its counts. A load is compared with what was saved. Processor time is that of
+the process by getrusage, its ended children included, and that of the server by its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -17,11 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.lock_share import LockShare
 from benchmarks.paced import Paced
 from benchmarks.resident import extra_bytes, mark
 
-__all__ = ["ACTIONS", "Task", "do_task"]
+__all__ = ["ACTIONS", "CRT", "Task", "do_task"]
 
+CRT: Final = "bytes by boto3, CRT"
 ACTIONS: Final = ("save", "load, new", "load, into")
 _REPO: Final = Path(__file__).resolve().parent.parent
 _TIMEOUT_S: Final = 600.0
@@ -50,7 +54,7 @@ def do_task(task: Task, server: Paced) -> dict[str, Any]:
     RuntimeError
         It failed; with the last line that it printed.
     """
-    command = [sys.executable, "-m", "benchmarks.width_one", json.dumps(asdict(task))]
+    command = [sys.executable, "-m", "benchmarks.byte_one", json.dumps(asdict(task))]
     try:
         done = subprocess.run(
             command,
@@ -75,14 +79,21 @@ def do_task(task: Task, server: Paced) -> dict[str, Any]:
 
 
 def _child(task: Task) -> None:
+    if task.way != CRT:  # botocore signs all requests by it where it finds it
+        sys.modules["awscrt"] = None  # type: ignore[assignment]  # as if it were not installed
+
     import torch
 
+    from benchmarks.byte_ways import WAYS, state_as_bytes
     from benchmarks.peers import empty_like, quiet
     from benchmarks.states import same, state_bytes
-    from benchmarks.width_ways import WAYS, state_as_bytes
 
     quiet()
     way = WAYS[task.way]
+
+    def room(state: dict[str, Any]) -> Any:  # noqa: ANN401 - tensors, or memory
+        return bytearray(b"\x01") * state_bytes(state) if way.plain else empty_like(state)
+
     tiny = {"model": {"w": torch.arange(1 << 16, dtype=torch.float32)}}
     warm = f"{task.place}-warm"
     way.begin(warm)
@@ -91,7 +102,7 @@ def _child(task: Task) -> None:
     load = way.load_into if into else way.load
     if task.action != "save":
         assert load is not None  # noqa: S101 - the suite asks for what the way has
-        load(warm, task.width, *([empty_like(tiny)] if into else []))
+        load(warm, task.width, *([room(tiny)] if into else []))
 
     state = torch.load(task.state_file, weights_only=True)
     total = state_bytes(state)
@@ -101,7 +112,7 @@ def _child(task: Task) -> None:
         numbers = _measured(lambda: way.save(data, task.place, task.width))
         print(json.dumps({**numbers, "state_bytes": total}))
         return
-    target = [empty_like(state)] if into else []
+    target = [room(state)] if into else []
     del state  # its memory is not to help the load
     gc.collect()
     found: list[Any] = []
@@ -117,15 +128,19 @@ def _child(task: Task) -> None:
 
 def _measured(work: Callable[[], object]) -> dict[str, Any]:
     server = Paced.of_environment()
+    watch = LockShare()
     server.begin()
     before, busy = mark(), _processor_s()
-    began = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - began
+    with watch:
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
     counts = server.counts()
+    known = {"server_s": counts.get("processor_s"), "locked": watch.share}
     return {
         "seconds": seconds,
         "processor_s": _processor_s() - busy,
+        **{name: value for name, value in known.items() if value is not None},
         "extra_bytes": extra_bytes(before),
         "requests": sum(counts["requests"].values()),
         **{name: counts[name] for name in ("at_once", "connections", "busy", "slow")},
@@ -137,8 +152,8 @@ def _measured(work: Callable[[], object]) -> dict[str, Any]:
 
 def _processor_s() -> float:
     """Return the processor time of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 if __name__ == "__main__":

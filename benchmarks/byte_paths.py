@@ -1,15 +1,17 @@
-"""Saves to S3 and loads from it where each connection is slow, and many together are fast.
+"""Bytes of saves to S3 and of loads from it: their speed, and the processor time that they take.
 
-The server (``tests/kits/paced_s3.py``) gives each connection 10 MB/s and answers 20 ms late, as
-networks do that one connection cannot fill. The bound of a rate is what 64 such connections give,
-or what a plain loop moves without the limit on this machine, if that is less. Each save and each
-load is a process of its own (:mod:`benchmarks.width_one`), with the settings of
-:mod:`benchmarks.width_ways`.
+The server (``slow_s3.c``) gives each connection 10 MB/s and answers 20 ms late, as networks do that
+one connection cannot fill; then it has no limit. The bound of a rate is what 64 such connections
+give, or what a plain loop moves without the limit on this machine, if that is less. Each save and
+each load is a process of its own (:mod:`benchmarks.byte_one`), with the settings of
+:mod:`benchmarks.byte_ways`. Without a C compiler the server is the one in Python, whose processor
+time is unknown and taken from the same processors.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -18,25 +20,30 @@ import torch
 from paced_s3 import Pace
 
 from benchmarks import peers
+from benchmarks.byte_one import ACTIONS, Task, do_task
+from benchmarks.byte_ways import WAYS, Way
 from benchmarks.disk import Workspace
 from benchmarks.host import header
 from benchmarks.measure import Measured, Result, say
 from benchmarks.paced import Paced, fastest, paced_server
 from benchmarks.states import StateSpec, make_state, state_bytes
-from benchmarks.width_one import ACTIONS, Task, do_task
-from benchmarks.width_ways import WAYS, Way
 
-__all__ = ["WIDTHS", "run"]
+__all__ = ["UNLIMITED", "WIDTHS", "run"]
 
 WIDTHS: Final = (1, 4, 16, 64, 128)
 _WIDE: Final = 64
+_WIDE_UNLIMITED: Final = 16
+UNLIMITED: Final = ", no limit"
+"""End of the names of tables without a limit."""
 _RATE: Final = 10e6
 _LATENCY_S: Final = 0.02
 _PART: Final = 8 << 20
 _SHARES: Final = {1: 16, 4: 4}
 """The part of the state, one in so many, that is moved over so few connections."""
 _NARROW: Final = 16
-"""Likewise, for loads that use one connection whatever the width."""
+"""Likewise, for what uses one connection whatever the width."""
+_SPREAD: Final = ("processor_s", "server_s", "locked")
+"""Numbers that have a least (``processor_s_low``) and a greatest one of all rounds."""
 _CURVED: Final = (
     "bytes by boto3",
     "bytes by s3fs",
@@ -57,14 +64,16 @@ def run(
     bytes_per_s: float = _RATE,
     slow_s: float = 2.0,
 ) -> Result:
-    """Run everything; return the tables ``save``, ``load``, ``width``, ``slow`` and ``busy``.
+    """Run everything; return ``save`` and ``load`` with a limit and without, and other tables.
+
+    The other tables are ``width``, ``slow`` and ``busy``.
 
     Parameters
     ----------
     widths
         Numbers of connections of the table ``width``.
     ways
-        Names out of :data:`benchmarks.width_ways.WAYS`.
+        Names out of :data:`benchmarks.byte_ways.WAYS`.
     bytes_per_s
         Of each connection.
     slow_s
@@ -74,11 +83,11 @@ def run(
     head = header(space.root)
     states = _States(space, StateSpec(bytes_min=bytes_min, training_steps=training_steps))
     clean = Pace(
-        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S, ready_bytes=3 * states.total + (64 << 20)
+        bytes_per_s=bytes_per_s, latency_s=_LATENCY_S, ready_bytes=3 * states.total + (256 << 20)
     )
     busy_rate = max(4.0, round(states.total / _PART / 3))
     result = Result(
-        benchmark="width",
+        benchmark="bytes",
         header=head,
         parameters={
             "state_bytes": states.total,
@@ -90,15 +99,18 @@ def run(
         },
     )
     chosen = [WAYS[name] for name in ways]
-    with paced_server(clean) as server:
+    with paced_server(clean, native=True) as server:
+        result.parameters["server"] = server.name
         server.pace(Pace())
-        plain = fastest(server, states.total)
+        plain = fastest(server, states.total, threads=(2, 8, _WIDE_UNLIMITED, _WIDE))
         result.facts["plain"] = plain
-        result.facts["bound"] = {
-            what: min(_WIDE * bytes_per_s, *[max(found.values())]) for what, found in plain.items()
-        }
+        for what, found in plain.items():
+            most = max(found.values())
+            bounds = result.facts.setdefault("bound", {})
+            bounds |= {what: min(_WIDE * bytes_per_s, most), what + UNLIMITED: most}
         bench = _Bench(server, states, result)
         bench.at_width(chosen, clean, rounds)
+        bench.at_width(chosen, Pace(), rounds)
         bench.curve([way for way in chosen if way.name in _CURVED], clean, widths)
         slow = replace(clean, slow_every=100, slow_s=slow_s)
         bench.under(chosen, "slow", clean, slow)
@@ -143,17 +155,30 @@ class _Bench:
         self._states = states
         self._result = result
         self._places = itertools.count(1)
+        self._rounds: dict[str, list[dict[str, float]]] = {}
+        """Numbers of each round, by the name of the row."""
 
     def at_width(self, ways: Sequence[Way], pace: Pace, rounds: int) -> None:
-        """Fill the tables ``save`` and ``load``: each way as its docs advise for 64 connections."""
+        """Fill a table ``save`` and ``load``: each way as its docs advise for its connections.
+
+        They are 64 with a limit, and 16 without. Numbers are the medians of the rounds.
+        """
         rows: dict[tuple[str, str], Measured] = {}
         self._server.pace(pace)
+        limited = pace.bytes_per_s > 0
         for number in range(rounds):
             shift = number % len(ways)
             for way in [*ways[shift:], *ways[:shift]]:
-                self._one(rows, way, _wide(way))
+                if limited:
+                    self._one(rows, way, _wide(way))
+                else:
+                    actions = _fewest(way)
+                    self._one(rows, way, _WIDE_UNLIMITED, actions=actions, narrowed=False)
+        for row in rows.values():
+            row.numbers = _medians(self._rounds.pop(row.name, []))
         for table in ("save", "load"):
-            self._result.tables[table] = [
+            name = table if limited else table + UNLIMITED
+            self._result.tables[name] = [
                 row for (_, action), row in sorted(rows.items(), key=_order) if table in action
             ]
 
@@ -174,10 +199,10 @@ class _Bench:
 
         The rows have the requests of the same without it (``clean_requests``).
         """
-        say(f"width: {name}")
+        say(f"bytes: {name}")
         rows: dict[tuple[str, str], Measured] = {}
         for way in ways:
-            self._one(rows, way, _wide(way), paces=(clean, faulty))
+            self._one(rows, way, _wide(way), actions=_fewest(way), paces=(clean, faulty))
         without = [row for table in ("save", "load") for row in self._result.tables[table]]
         by_name = {(row.name, "requests" in row.numbers): row for row in without}
         for row in rows.values():
@@ -196,6 +221,7 @@ class _Bench:
         share: int = 1,
         actions: Sequence[str] = ACTIONS,
         paces: tuple[Pace, Pace] | None = None,
+        narrowed: bool = True,
     ) -> None:
         """Save once and load by all functions of a way; add the numbers to the rows.
 
@@ -204,11 +230,14 @@ class _Bench:
         paces
             Without a fault and with it: a save that fails with it is done again without, so that
             there is something to load.
+        narrowed
+            Whether a way moves a part of the state where it uses one connection alone.
         """
         place = f"bench/{next(self._places):04d}"
         for action in _actions(way, actions):
-            part = max(share, _NARROW) if way.narrow and action != "save" else share
-            if way.narrow and action != "save":
+            narrow = narrowed and action.partition(",")[0] in way.narrow
+            part = max(share, _NARROW) if narrow else share
+            if narrow and action != "save" and "save" not in way.narrow:
                 self._saved(way, width, f"{place}-part", part, paces)
             where = place if part == share else f"{place}-part"
             row = rows.setdefault((way.name, action), Measured(name=f"{way.name}: {action}"))
@@ -233,7 +262,7 @@ class _Bench:
         try:
             self._add(Measured(name=""), way, "save", width, place, share)
         except RuntimeError as error:
-            say(f"width: {way.name} has nothing to load: {error}")
+            say(f"bytes: {way.name} has nothing to load: {error}")
 
     def _add(
         self, row: Measured, way: Way, action: str, width: int | None, place: str, share: int
@@ -245,14 +274,31 @@ class _Bench:
         row.logical_bytes = int(numbers.pop("state_bytes"))
         self._result.facts.setdefault("kinds", {})[row.name] = numbers.pop("kinds")
         row.numbers = numbers
+        self._rounds.setdefault(row.name, []).append(numbers)
         row.note = f"1/{share} of the state" if share > 1 else ""
         rate = row.logical_bytes / row.seconds[-1] / 1e6
-        say(f"width: {way.name}, {action}, {width or 'default'}: {rate:.0f} MB/s")
+        say(f"bytes: {way.name}, {action}, {width or 'default'}: {rate:.0f} MB/s")
+
+
+def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each number, and the least and the greatest of some."""
+    found: dict[str, float] = {}
+    for name in rounds[-1] if rounds else ():
+        values = [numbers[name] for numbers in rounds if name in numbers]
+        found[name] = statistics.median(values)
+        if name in _SPREAD:
+            found |= {f"{name}_low": min(values), f"{name}_high": max(values)}
+    return found
 
 
 def _wide(way: Way) -> int | None:
-    """Return the width to ask for: ckptstore finds its own."""
-    return None if way.name.startswith("ckptstore") else _WIDE
+    """Return the width to ask for: a store of ckptstore finds its own."""
+    return None if way.knob == "requests" else _WIDE
+
+
+def _fewest(way: Way) -> tuple[str, str]:
+    """Return a save and one kind of load, into given memory if the way can."""
+    return "save", "load, into" if way.load_into else "load, new"
 
 
 def _actions(way: Way, wanted: Sequence[str]) -> Iterator[str]:
