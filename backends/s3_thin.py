@@ -69,7 +69,7 @@ class _Endpoint:
     path: str
     """Ends before the name of the object."""
     signer: Foreign
-    """Of botocore; None for requests without a signature."""
+    """Of botocore, for its credentials; None for requests without a signature."""
     signing: Mapping[str, str]
     agent: str
     pool: Foreign
@@ -137,7 +137,8 @@ class ThinCalls:
         target = f"{path}?{query}" if query else path
         if at.signer is not None:
             digest = self._digest(at, operation, headers, body)
-            auth = at.signer.get_auth_instance(**at.signing)
+            credentials = at.signer._credentials.get_frozen_credentials()
+            auth = S3SigV4Auth(credentials, at.signing["signing_name"], at.signing["region_name"])
             auth.payload = lambda _: digest
             made = AWSRequest(verb, at.origin + target, headers)
             auth.add_auth(made)
@@ -189,7 +190,7 @@ class ThinCalls:
             "signature_version": signature_version,
         }
         anonymous = signature_version == UNSIGNED
-        if not anonymous and type(request_signer.get_auth_instance(**way)) is not S3SigV4Auth:
+        if not anonymous and not _is_usual(type(request_signer.get_auth_instance(**way))):
             return
         port = parts.port if parts.port != {"http": 80, "https": 443}[parts.scheme] else None
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
@@ -238,6 +239,12 @@ def crc32(body: Buffers) -> str:
     """Return the checksum of a body in S3's notation."""
     checksum = reduce(lambda before, view: zlib.crc32(view, before), body, 0)
     return base64.b64encode(checksum.to_bytes(4, "big")).decode()
+
+
+def _is_usual(kind: type) -> bool:
+    """Return whether a class signs by version 4 for one region: botocore's own, or AWS's CRT."""
+    crt = (kind.__module__, kind.__name__) == ("botocore.crt.auth", "CrtS3SigV4Auth")
+    return crt or kind is S3SigV4Auth
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import fsspec.config
 import pytest
 import urllib3
+from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ClientError
 from simulated_environment import SimulatedEnvironment
@@ -265,6 +266,16 @@ def test_an_unknown_request_is_left_to_the_client(request_: dict[str, Any]) -> N
     wire.put(LARGE)
     wire.calls.send("put_object", {"Bucket": "b", "Key": "k"} | request_, [memoryview(LARGE)])
     assert wire.by_client == 2
+
+
+@pytest.mark.parametrize(("place", "by_client"), [("botocore.crt.auth", 1), ("elsewhere", 2)])
+def test_signers(place: str, by_client: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWS's CRT, if it is installed, signs as botocore does; another signer is the client's."""
+    signer = type("CrtS3SigV4Auth", (S3SigV4Auth,), {"__module__": place})
+    monkeypatch.setitem(AUTH_TYPE_MAPS, "s3v4", signer)
+    wire = Wire(endpoint_url="http://127.0.0.1:1")
+    assert "authorization" in wire.put(LARGE)
+    assert wire.by_client == by_client
 
 
 def test_checksums_that_the_user_asks_for_are_the_clients() -> None:
