@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import http.server
 import json
-import ssl
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from buckets import without_thin_path
 from google.oauth2.credentials import Credentials
 from google_crc32c import Checksum
 from local_servers import AZURE_ACCOUNT, AZURE_KEY
-from webserver import WebServer, certificate
+from webserver import Reply, Request, WebServer, certificate
 
 from ckptstore import errors, limits
 from ckptstore.backends import gcs
@@ -32,99 +28,50 @@ from ckptstore.backends.transfers import operation
 _DATA = b"0123456789" * 1000
 
 
-@dataclass
-class Recorder:
-    """What was asked, and the answers to come; after those, success."""
+class Service(WebServer):
+    """Answers with success, or as it is told, to whatever it is asked; each object is `_DATA`."""
 
-    port: int = 0
-    asked: list[tuple[str, str, Message, bytes]] = field(default_factory=list)
-    answers: list[tuple[int, str]] = field(default_factory=list)
-    tls: Path | None = None
-    """Certificate and key."""
-    closes: bool = False
-    """Whether each connection ends with its answer."""
+    def __init__(self, folder: Path, **more: Any) -> None:  # noqa: ANN401 - of a web server
+        (folder / "x").write_bytes(_DATA)
+        super().__init__(folder, **more)
+        self.answers: list[tuple[int, str]] = []
+        """Status and code of the answers to come; after those, success."""
+
+    def honest(self, request: Request) -> Reply:
+        """Return the next answer."""
+        status, code = self.answers.pop(0) if self.answers else (200, "")
+        reply = super().honest(replace(request, path="/x"))
+        if request.method != "GET" or status != 200:
+            reply = replace(reply, status=status, body=b"{}" if request.method == "POST" else b"")
+        if status >= 300:
+            content = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
+            reply = replace(reply, body=content).having(Location=request.path * (status == 307))
+        elif request.method == "PUT" and "x-ms-version" in request.headers:
+            reply = replace(reply, status=201)
+        return reply.having(ETag=code or '"1"', x_ms_error_code=code)
 
     def backend(self, kind: str, **more: object) -> Backend:
         """Open the backend of a service, without retries."""
-        place = f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
         key = f"AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY}"
-        line = f"{key};BlobEndpoint={place}/{AZURE_ACCOUNT}"
-        s3 = {"key": "k", "secret": "s", "endpoint_url": place}
+        line = f"{key};BlobEndpoint={self.url}/{AZURE_ACCOUNT}"
+        region = {"client_kwargs": {"region_name": "us-east-1"}}
+        s3 = {"key": "k", "secret": "s", "endpoint_url": self.url} | region
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
-            "s3": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "direct"}),
-            "s3fs": ("s3", s3 | {"client_kwargs": {"region_name": "us-east-1"}, "client": "s3fs"}),
-            "gcs": ("gs", {"token": "anon", "endpoint_url": place}),
+            "s3": ("s3", s3 | {"client": "direct"}),
+            "s3fs": ("s3", s3 | {"client": "s3fs"}),
+            "gcs": ("gs", {"token": "anon", "endpoint_url": self.url}),
             "azure": ("az", {"connection_string": line}),
             "web": ("", {}),
         }
         scheme, options = kinds[kind]
-        if self.tls is not None:
-            options["client_kwargs"]["verify"] = str(self.tls)
-        url = f"{scheme}://bucket/ü %25+~" if scheme else f"{place}/store"
+        url = f"{scheme}://bucket/ü %25+~" if scheme else f"{self.url}/store"
         return open_backend(url, retry=False, **options | more)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    recorder: Recorder
-
-    def _any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.recorder.asked.append((self.command, self.path, self.headers, body))
-        status, code = self.recorder.answers.pop(0) if self.recorder.answers else (200, "")
-        if self.command == "PUT" and status == 200 and "x-ms-version" in self.headers:
-            status = 201
-        whole = self.command == "GET"
-        said = self.headers.get("Range") or self.headers.get("x-ms-range")
-        content = b"{}" if self.command == "POST" else b""
-        if status == 200 and whole:
-            content = _DATA
-            if said:
-                first, last = map(int, said.removeprefix("bytes=").split("-"))
-                content, status = _DATA[first : last + 1], 206
-        elif status >= 300:
-            content = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
-        self.send_response(status)
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(_DATA)}")
-        for name in ("ETag", "x-ms-error-code"):
-            if name == "ETag" or code:
-                self.send_header(name, code or '"1"')
-        if status == 307:
-            self.send_header("Location", self.path)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
-        if self.recorder.closes:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def recording(found: Recorder) -> Iterator[Recorder]:
-    """Run the server, at its port if it has one."""
-    handler = type("Handler", (_Handler,), {"recorder": found})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", found.port), handler) as server:
-        found.port = server.server_port
-        if found.tls is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(found.tls)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield found
-        server.shutdown()
-
-
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
+def service(tmp_path: Path) -> Iterator[Service]:
     """Run the server."""
-    with recording(Recorder()) as found:
+    with Service(tmp_path) as found:
         yield found
 
 
@@ -142,13 +89,13 @@ WRITES: dict[str, Callable[[Backend], object]] = {
 KINDS = ("s3", "s3fs", "gcs", "azure")
 
 
-def _checksums(kind: str, headers: Message, body: bytes) -> set[str]:
+def _checksums(kind: str, sent: Request) -> set[str]:
     """Return the checksums of the content that a request has, as hex."""
-    found = [headers.get("Content-MD5", "")]
+    found = [sent.headers.get("Content-MD5", "")]
     if kind == "gcs":
-        found = [json.loads(body.split(b"\r\n")[3])[gcs._HASH]]
+        found = [json.loads(sent.body.split(b"\r\n")[3])[gcs._HASH]]
     said = {base64.b64decode(text).hex() for text in found if text}
-    return said | {headers.get("X-Amz-Content-SHA256", "")} - {""}
+    return said | {sent.headers.get("X-Amz-Content-SHA256", "")} - {""}
 
 
 @pytest.mark.parametrize(
@@ -156,42 +103,43 @@ def _checksums(kind: str, headers: Message, body: bytes) -> set[str]:
 )
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_is_one_request_that_can_be_checked(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, kind: str, of_gcs: str, write: str
+    service: Service, monkeypatch: pytest.MonkeyPatch, kind: str, of_gcs: str, write: str
 ) -> None:
     """It has the content, its length and a digest of it; the condition if it is to create."""
     monkeypatch.setattr(gcs, "_HASH", of_gcs)
-    WRITES[write](recorder.backend(kind))
-    ((method, path, headers, body),) = recorder.asked
-    assert method == ("POST" if kind == "gcs" else "PUT")
-    assert _DATA in body
-    assert int(headers["Content-Length"]) == len(body)
+    WRITES[write](service.backend(kind))
+    (sent,) = service.requests
+    assert sent.method == ("POST" if kind == "gcs" else "PUT")
+    assert _DATA in sent.body
+    assert int(sent.headers["Content-Length"]) == len(sent.body)
     md5, sha256 = hashlib.md5(_DATA).hexdigest(), hashlib.sha256(_DATA).hexdigest()  # noqa: S324
     meant = {"s3": {sha256}, "s3fs": {md5, sha256}, "azure": {md5}}
     meant["gcs"] = {md5 if of_gcs == "md5Hash" else Checksum(_DATA).digest().hex()}  # type: ignore[no-untyped-call]
-    assert _checksums(kind, headers, body) == meant[kind]
-    condition = {headers.get("If-None-Match", ""), *path.split("&")} & {"*", "ifGenerationMatch=0"}
-    assert bool(condition) == (write == "create")
+    assert _checksums(kind, sent) == meant[kind]
+    conditions = {sent.headers.get("If-None-Match", ""), *sent.path.split("&")}
+    assert bool(conditions & {"*", "ifGenerationMatch=0"}) == (write == "create")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_read_asks_for_its_bytes_alone(recorder: Recorder, kind: str) -> None:
+def test_a_read_asks_for_its_bytes_alone(service: Service, kind: str) -> None:
     """A range from its first to its last byte, of the content as it is stored; a whole is one."""
-    backend, part = recorder.backend(kind), bytearray(50)
+    backend, part = service.backend(kind), bytearray(50)
     backend.read_into("a", 101, [memoryview(part)[:20], memoryview(part)[20:]])
-    ((_, _, headers, _),) = recorder.asked
+    headers = service.requests[0].headers
+    assert len(service.requests) == 1
     assert (headers.get("Range") or headers["x-ms-range"]) == "bytes=101-150"
     assert kind == "azure" or headers["Accept-Encoding"] == "identity"  # Azure compresses nothing
     assert bytes(part) == _DATA[101:151]
     assert backend.get("a", bytes_max=len(_DATA)) == _DATA
-    assert len(recorder.asked) == 2
+    assert len(service.requests) == 2
 
 
 @pytest.mark.parametrize(
     ("kind", "thin"), [("s3", 5), ("s3fs", 0), ("gcs", 6), ("azure", 0), ("web", 3)]
 )
-def test_requests_of_the_short_path_are_counted(recorder: Recorder, kind: str, thin: int) -> None:
+def test_requests_of_the_short_path_are_counted(service: Service, kind: str, thin: int) -> None:
     """All large bodies and ranges; of S3 the first goes by the client, which knows the way."""
-    backend, large = recorder.backend(kind), bytes(limits.SIGNED_BODY_BYTES_MAX)
+    backend, large = service.backend(kind), bytes(limits.SIGNED_BODY_BYTES_MAX)
     with operation("test") as ledger:
         for key in "abc":
             if kind != "web":
@@ -199,30 +147,29 @@ def test_requests_of_the_short_path_are_counted(recorder: Recorder, kind: str, t
             backend.read_into(key, 0, [memoryview(bytearray(10))])
     figures = ledger.figures()
     assert sum(one.thin_count for one in figures.values()) == thin
-    assert sum(one.requests_count for one in figures.values()) == len(recorder.asked)
-    assert len(recorder.asked) == (3 if kind == "web" else 6)
+    assert sum(one.requests_count for one in figures.values()) == len(service.requests)
+    assert len(service.requests) == (3 if kind == "web" else 6)
 
 
 def test_each_connection_of_the_short_path_checks_the_certificate(tmp_path: Path) -> None:
     """It trusts the bundle that the user names, and no server in the place of the first."""
-    for name in ("trusted", "other"):
-        (tmp_path / name).mkdir()
-    found = Recorder(tls=certificate(tmp_path / "trusted"), closes=True)
+    pems = [certificate(tmp_path / name) for name in ("trusted", "other")]
+    own = {"client_kwargs": {"region_name": "us-east-1", "verify": str(pems[0])}}
     large, part = bytes(range(256)) * (limits.SIGNED_BODY_BYTES_MAX // 256), bytearray(9000)
-    with recording(found), operation("test") as ledger:
-        backend = found.backend("s3")
+    with Service(tmp_path, tls=pems[0]) as first, operation("test") as ledger:
+        first.change = lambda _, reply: reply.having(Connection="close")
+        backend = first.backend("s3", **own)
         for key in "ab":
             backend.put(key, large)
         backend.read_into("a", 500, [memoryview(part)])
-    assert [body for method, *_, body in found.asked if method == "PUT"] == [large] * 2
+    assert [one.body for one in first.requests if one.method == "PUT"] == [large] * 2
     assert bytes(part) == _DATA[500:9500]
     assert sum(one.thin_count for one in ledger.figures().values()) == 2
 
-    found.asked.clear()
-    found.tls = certificate(tmp_path / "other")
-    with recording(found), pytest.raises(errors.TransientStorageError, match="put c: SSLError"):
+    error = pytest.raises(errors.TransientStorageError, match="put c: SSLError")
+    with Service(tmp_path, tls=pems[1], port=first.port) as second, error:
         backend.put("c", large)
-    assert not found.asked
+    assert not second.requests
 
 
 class _Renewed(Credentials):
@@ -250,47 +197,47 @@ OF_GCS: dict[str, tuple[Callable[[str], dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("options", OF_GCS)
-def test_the_short_path_sends_what_gcsfs_sends(recorder: Recorder, options: str) -> None:
+def test_the_short_path_sends_what_gcsfs_sends(service: Service, options: str) -> None:
     """Address, parameters, headers with credentials, and body are the same; as is the answer."""
     make, thin = OF_GCS[options]
     sent = []
     for expected in (thin, 0):
-        recorder.asked.clear()
-        backend = recorder.backend("gcs", **make(f"http://127.0.0.1:{recorder.port}"))
+        service.requests.clear()
+        backend = service.backend("gcs", **make(service.url))
         if not expected:
             without_thin_path(backend)
         with operation("test") as ledger:
             backend.put("a", _DATA)
             backend.read_into("a", 1, [memoryview(bytearray(10))])
         assert sum(one.thin_count for one in ledger.figures().values()) == expected
-        for _, _, headers, _ in recorder.asked:
-            del headers["Accept"], headers["Accept-Encoding"]
-        sent.append([(*one[:2], sorted(one[2].items()), one[3]) for one in recorder.asked])
+        for one in service.requests:
+            del one.headers["Accept"], one.headers["Accept-Encoding"]
+        sent.append(
+            [(x.method, x.path, sorted(x.headers.items()), x.body) for x in service.requests]
+        )
     assert sent[0] == sent[1]
     assert len(sent[0]) == 2
 
 
 @pytest.mark.parametrize("status", [103, 307])
-def test_answers_that_lead_elsewhere_are_left_to_gcsfs(recorder: Recorder, status: int) -> None:
+def test_answers_that_lead_elsewhere_are_left_to_gcsfs(service: Service, status: int) -> None:
     """It follows, and the request succeeds."""
-    backend, part = recorder.backend("gcs"), bytearray(10)
+    backend, part = service.backend("gcs"), bytearray(10)
     for call in (WRITES["put"], lambda one: one.read_into("a", 1, [memoryview(part)])):
-        recorder.answers[:] = [(status, "")]
+        service.answers[:] = [(status, "")]
         with operation("test") as ledger:
             call(backend)
         assert [one.thin_count for one in ledger.figures().values()] == [0]
     assert part == _DATA[1:11]
-    assert len(recorder.asked) == 4
+    assert len(service.requests) == 4
 
 
 def test_certificates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is sent to a server of GCS that nobody vouches for; the user's authorities count."""
     pem, part = certificate(tmp_path), bytearray(10)
-    (tmp_path / "x").write_bytes(_DATA)
-    with WebServer(tmp_path, tls=pem) as sealed:
-        sealed.change = lambda request, _: sealed.honest(replace(request, path="/x"))
+    with Service(tmp_path, tls=pem) as sealed:
         for error in (errors.TransientStorageError, None):
-            backend = Recorder().backend("gcs", endpoint_url=sealed.url)
+            backend = sealed.backend("gcs")
             with pytest.raises(error, match="SSLError") if error else nullcontext():
                 backend.read_into("a", 1, [memoryview(part)])
             monkeypatch.setenv("SSL_CERT_FILE", str(pem))
@@ -313,15 +260,15 @@ ANSWERS: dict[tuple[int, str], tuple[type[Exception], type[Exception], type[Exce
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("status", "code"), ANSWERS)
-def test_nothing_is_sent_twice(recorder: Recorder, kind: str, status: int, code: str) -> None:
+def test_nothing_is_sent_twice(service: Service, kind: str, status: int, code: str) -> None:
     """Each refusal has its error at once: only the retry wrapper sends again."""
-    backend = recorder.backend(kind)
+    backend = service.backend(kind)
     reading: Callable[[Backend], object] = lambda one: one.get("a", bytes_max=1 << 20)  # noqa: E731
     calls = (WRITES["create"], WRITES["put"], reading)
     for call, error in zip(calls, ANSWERS[status, code], strict=True):
-        recorder.asked.clear()
-        recorder.answers[:] = [(status, code)] * 3
+        service.requests.clear()
+        service.answers[:] = [(status, code)] * 3
         with pytest.raises(errors.CkptStoreError) as caught:
             call(backend)
         assert type(caught.value) is error
-        assert len(recorder.asked) == 1
+        assert len(service.requests) == 1

@@ -20,7 +20,7 @@ import requests
 from botocore.client import Config
 from buckets import AzureBucket
 from local_servers import SECRET, Server
-from webserver import Reply, Request, WebServer
+from webserver import Headers, Reply, Request, WebServer
 
 import ckptstore
 
@@ -255,7 +255,7 @@ def _web(server: WebServer) -> Place:
     def change(request: Request, reply: Reply) -> Reply:
         login = request.headers.get("Authorization")
         if login == logins[1]:
-            return server.honest(replace(request, headers={}))
+            return server.honest(replace(request, headers=Headers()))
         return reply if login == logins[0] else Reply(status=401)
 
     server.change = change

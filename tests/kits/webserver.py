@@ -7,8 +7,10 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
@@ -20,9 +22,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-__all__ = ["Reply", "Request", "WebServer", "certificate"]
+__all__ = ["Headers", "Reply", "Request", "WebServer", "certificate"]
 
 _RANGE: Final = re.compile(r"bytes=([0-9]+)-([0-9]+)")
+
+
+class Headers(HTTPMessage):
+    """The headers of a request, which its ``repr`` shows."""
+
+    __repr__ = HTTPMessage.__str__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +39,8 @@ class Request:
 
     method: str
     path: str
-    headers: Mapping[str, str]
+    headers: Headers
+    body: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,8 @@ class Reply:
     body: bytes = b""
     cut: int | None = None
     """Bytes of the body after which the connection is closed."""
+    drip: bytes = b""
+    """Sent again and again after the body, until the server is closed."""
 
     def having(self, **headers: str) -> Reply:
         """Return the reply with more headers; ``_`` in a name stands for ``-``."""
@@ -60,16 +71,20 @@ class WebServer:
     ----------
     tls
         File with a certificate and its key; see :func:`certificate`.
+    port
+        Port to listen at; any if 0.
     """
 
-    def __init__(self, folder: Path, *, tls: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, tls: Path | None = None, port: int = 0) -> None:
         self.folder = folder
         self.requests: list[Request] = []
         self.change: Change = lambda _, reply: reply
         """Makes the answer from the request and from what an honest server would answer."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.closed = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
-        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_port}"
+        self.port = self._server.server_port
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         if tls is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tls)
@@ -89,7 +104,8 @@ class WebServer:
         data = path.read_bytes()
         reply = Reply(status=200, body=data)
         reply = reply.having(Last_Modified=formatdate(path.stat().st_mtime, usegmt=True))
-        wanted = _RANGE.fullmatch(request.headers.get("Range", ""))
+        headers = request.headers
+        wanted = _RANGE.fullmatch(headers.get("Range") or headers.get("x-ms-range") or "")
         if wanted is None:
             return reply
         first, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
@@ -100,6 +116,7 @@ class WebServer:
 
     def close(self) -> None:
         """End it."""
+        self.closed.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -114,11 +131,13 @@ class WebServer:
 def _handler(server: WebServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        MessageClass = Headers
+        headers: Headers
 
         def answer(self) -> None:
             """Note the request, and send the answer that the test wants."""
-            method, headers = self.command, {k.title(): v for k, v in self.headers.items()}
-            request = Request(method=method, path=self.path, headers=headers)
+            method, body = self.command, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            request = Request(method=method, path=self.path, headers=self.headers, body=body)
             server.requests.append(request)
             reply = server.change(request, server.honest(request))
             self.send_response_only(reply.status)  # without the server's name
@@ -128,6 +147,9 @@ def _handler(server: WebServer) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if method != "HEAD":
                 self.wfile.write(reply.body[: reply.cut])
+            with suppress(OSError):  # the client is gone
+                while reply.drip and not server.closed.wait(0.01):
+                    self.wfile.write(reply.drip)
             self.close_connection = self.close_connection or reply.cut is not None
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
@@ -157,6 +179,7 @@ def certificate(folder: Path) -> Path:
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())
     )
+    folder.mkdir(exist_ok=True)
     file = folder / "server.pem"
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -5,12 +5,9 @@ from __future__ import annotations
 import gzip
 import pickle
 import socket
-import socketserver
-import ssl
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,44 +132,30 @@ def test_a_time_that_is_not_told(
 
 
 @pytest.mark.parametrize("tls", [False, True])
-@pytest.mark.parametrize("head", ["Content-Length: 200", "Transfer-Encoding: chunked", "X: y"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"Content_Length": "200"},
+        {"Content_Length": "", "Transfer_Encoding": "chunked"},
+        {"Content_Length": ""},
+    ],
+    ids=["length", "chunked", "open"],
+)
 @pytest.mark.parametrize("call", ["get", "read"])
 def test_a_server_that_drips(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, head: str, tls: bool
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, call: str, head: dict[str, str], tls: bool
 ) -> None:
     """An answer that arrives below the least rate is given up, however steadily it comes."""
-    pem = certificate(tmp_path)
-    given_up, times = threading.Event(), iter(range(0, 100_000, 25))
-
-    class Dripping(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            """Send the head of an answer, and a byte after the other until the client is gone."""
-            sock = self.request
-            if tls:
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(pem)
-                sock = context.wrap_socket(sock, server_side=True)
-            kind = "206 Part\r\nContent-Range: bytes 10-29/200" if call == "read" else "200 Ok"
-            with suppress(OSError), sock:
-                sock.recv(65536)
-                sock.sendall(f"HTTP/1.1 {kind}\r\n{head}\r\n\r\n".encode())
-                while not given_up.wait(0.01):
-                    sock.sendall(b"1\r\nx\r\n" if "chunked" in head else b"x")
-
+    pem, times = certificate(server.folder), iter(range(0, 100_000, 25))
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))
     monkeypatch.setattr(SYSTEM, "monotonic", lambda: float(next(times)))
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Dripping) as dripping:
-        serving = threading.Thread(target=dripping.serve_forever, args=(0.02,))
-        serving.start()
-        backend = open_web(f"http{'s' if tls else ''}://127.0.0.1:{dripping.server_address[1]}")
+    drip = b"1\r\nx\r\n" if "Transfer_Encoding" in head else b"x"
+    with WebServer(server.folder, tls=pem if tls else None) as dripping:
+        dripping.change = lambda _, reply: replace(reply, body=b"", drip=drip).having(**head)
+        backend = open_web(dripping.url)
         monkeypatch.setattr(limits, "READ_TIMEOUT_S", 1.0)
-        try:
-            with pytest.raises(errors.TransientStorageError, match="too slow"):
-                read(backend) if call == "read" else backend.get("a/b", bytes_max=1000)
-        finally:
-            given_up.set()
-            dripping.shutdown()
-            serving.join()
+        with pytest.raises(errors.TransientStorageError, match="too slow"):
+            read(backend) if call == "read" else backend.get("a/b", bytes_max=1000)
 
 
 def test_a_read_that_gets_no_answer_is_sent_again(server: WebServer) -> None:
