@@ -43,33 +43,26 @@ def _environment(**changes: str) -> dict[str, str]:
 @pytest.mark.short(sample=2)
 def test_reader_that_goes_away_is_no_error(history: Path, arguments: list[str]) -> None:
     """`ckptstore log | head -1`: no traceback, no message, and the exit code of SIGPIPE."""
+    assert _unread(*arguments, env=_environment(CKPTSTORE_URL=str(history))) == (141, b"")
+
+
+def _unread(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, bytes]:
+    """Return the exit code and the errors of a command whose output nobody reads."""
     process = subprocess.Popen(
-        [*PROGRAM, *arguments],
-        env=_environment(CKPTSTORE_URL=str(history)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [*PROGRAM, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(300), errors) == (141, b"")
+    return process.wait(300), errors
 
 
 def test_an_error_that_nobody_reads_is_no_defect(tmp_path: Path) -> None:
     """An error whose document goes to a closed pipe is told on stderr, without a traceback."""
-    process = subprocess.Popen(
-        [*PROGRAM, "ls", "--json", "-s", str(tmp_path / "nowhere")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(300) == 141
+    code, errors = _unread("ls", "--json", "-s", str(tmp_path / "nowhere"))
+    assert code == 141
     assert errors.startswith(b"error: there is no store")
     assert b"Traceback" not in errors
 

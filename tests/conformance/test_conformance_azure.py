@@ -30,10 +30,7 @@ class TestAzure(BucketDoor, BackendConformance):
     @pytest.fixture
     def backend(self, azure_bucket: AzureBucket) -> Iterator[Backend]:
         """Return a backend on a prefix of a new container, without retries."""
-        self.bucket = azure_bucket
-        backend = open_backend(azure_bucket.url, retry=False, **azure_bucket.options())
-        yield backend
-        backend.close()
+        yield from self.opened(azure_bucket)
 
     def test_large_bodies_are_sent_in_parts(
         self, backend: Backend, monkeypatch: pytest.MonkeyPatch

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from buckets import GcsBucket, without_thin_path
+from buckets import GcsBucket, open_bucket
 from doors import BucketDoor
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.registry import open_backend
 from ckptstore.testing.answers import AnswerConformance
 from ckptstore.testing.conformance import BackendConformance
 
@@ -24,12 +22,7 @@ class TestGcs(BucketDoor, BackendConformance):
     @pytest.fixture
     def backend(self, gcs_bucket: GcsBucket) -> Iterator[Backend]:
         """Return a backend on a prefix of a new bucket, without retries."""
-        self.bucket = gcs_bucket
-        backend = open_backend(gcs_bucket.url, retry=False, **gcs_bucket.options())
-        if not self.thin:
-            without_thin_path(backend)
-        yield backend
-        backend.close()
+        yield from self.opened(gcs_bucket, thin=self.thin)
 
 
 @pytest.mark.short(sample=1)
@@ -47,11 +40,8 @@ class TestGcsAnswers(AnswerConformance):
 
     def backend_at(self, endpoint: str) -> Backend:
         """Open a bucket on a server of the suite."""
-        options: dict[str, Any] = {"token": "anon", "endpoint_url": endpoint}
-        backend = open_backend("gs://bucket/store", retry=False, **options)
-        if not self.thin:
-            without_thin_path(backend)
-        return backend
+        options = {"token": "anon", "endpoint_url": endpoint}
+        return open_bucket("gs://bucket/store", thin=self.thin, **options)
 
 
 @pytest.mark.short(sample=1)

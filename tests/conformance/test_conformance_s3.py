@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import urllib3
-from buckets import AzureBucket, S3Bucket, without_thin_path
+from buckets import AzureBucket, S3Bucket, open_bucket
 from doors import BucketDoor
 from local_servers import SECRET
 
@@ -29,14 +29,7 @@ class TestS3(BucketDoor, BackendConformance):
     @pytest.fixture
     def backend(self, s3_bucket: S3Bucket) -> Iterator[Backend]:
         """Return a backend on a prefix of a new bucket, without retries."""
-        self.bucket = s3_bucket
-        backend = open_backend(
-            s3_bucket.url, retry=False, client=self.client, **s3_bucket.options()
-        )
-        if not self.thin:
-            without_thin_path(backend)
-        yield backend
-        backend.close()
+        yield from self.opened(s3_bucket, thin=self.thin, client=self.client)
 
 
 @pytest.mark.short(sample=1)
@@ -63,16 +56,8 @@ class TestS3Answers(AnswerConformance):
     def backend_at(self, endpoint: str) -> Backend:
         """Open a bucket on a server of the suite."""
         options: dict[str, Any] = {"key": "labaccess", "secret": SECRET, "endpoint_url": endpoint}
-        backend = open_backend(
-            "s3://bucket/store",
-            retry=False,
-            client=self.client,
-            client_kwargs={"region_name": "us-east-1"},
-            **options,
-        )
-        if not self.thin:
-            without_thin_path(backend)
-        return backend
+        options |= {"client": self.client, "client_kwargs": {"region_name": "us-east-1"}}
+        return open_bucket("s3://bucket/store", thin=self.thin, **options)
 
 
 @pytest.mark.short(sample=1)

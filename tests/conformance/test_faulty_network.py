@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from buckets import AzureBucket, GcsBucket, S3Bucket, without_thin_path
+from buckets import AzureBucket, GcsBucket, S3Bucket, open_bucket
 from faultproxy import Fault, FaultProxy, Kind
 
 from ckptstore import errors, limits
@@ -33,13 +33,16 @@ class Place:
     """A bucket, the backend that reaches it through the proxy, and the proxy."""
 
     def __init__(
-        self, bucket: S3Bucket | GcsBucket | AzureBucket, proxy: FaultProxy, **more: object
+        self,
+        bucket: S3Bucket | GcsBucket | AzureBucket,
+        proxy: FaultProxy,
+        **more: Any,  # noqa: ANN401
     ) -> None:
         self.bucket = bucket
         self.proxy = proxy
         self.write = "POST" if isinstance(bucket, GcsBucket) else "PUT"
         options = bucket.options(f"http://127.0.0.1:{proxy.port}") | more
-        self.backend = open_backend(bucket.url, retry=False, **options)
+        self.backend = open_bucket(bucket.url, **options)
         self.backend.put("warm", b"")
         self.patient = Patient()
         self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
@@ -52,10 +55,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     server = "s3" if service == "s3fs" else service
     bucket = request.getfixturevalue(f"{server}_bucket")
     proxy = request.getfixturevalue(f"{server}_proxy")
-    client = {"s3": "direct", "s3fs": "s3fs"}.get(service)
-    found = Place(bucket, proxy, **({"client": client} if client else {}))
-    if library:
-        without_thin_path(found.backend)
+    client = {"s3": {"client": "direct"}, "s3fs": {"client": "s3fs"}}.get(service, {})
+    found = Place(bucket, proxy, thin=not library, **client)
     yield found
     proxy.set()
     found.backend.close()

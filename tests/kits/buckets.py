@@ -19,11 +19,12 @@ from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.gcs import GcsBackend
+from ckptstore.backends.registry import open_backend
 from ckptstore.backends.s3 import S3Backend
 from ckptstore.backends.s3_direct import DirectCalls
 from ckptstore.backends.web import WebBackend
 
-__all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket", "without_thin_path"]
+__all__ = ["PREFIX", "AzureBucket", "GcsBucket", "S3Bucket", "open_bucket", "without_thin_path"]
 
 PREFIX = "some/Place/"
 """Prefix of the tested store in a bucket; upper case, which keys may not have."""
@@ -67,13 +68,65 @@ def without_thin_path(backend: Backend) -> None:
     calls._thin = None
 
 
-class S3Bucket:
-    """A bucket through boto3."""
+def open_bucket(url: str, *, thin: bool = True, **options: Any) -> Backend:  # noqa: ANN401
+    """Open a backend without retries; unless `thin`, the library sends all requests."""
+    backend = open_backend(url, retry=False, **options)
+    if not thin:
+        without_thin_path(backend)
+    return backend
+
+
+class _Bucket:
+    """A new bucket of a server, and its URL."""
+
+    scheme = ""
 
     def __init__(self, endpoint_url: str) -> None:
         self.endpoint_url = endpoint_url
         self.name = f"bucket-{uuid.uuid4().hex[:12]}"
-        self.url = f"s3://{self.name}/{PREFIX.rstrip('/')}"
+        self.url = f"{self.scheme}://{self.name}/{PREFIX.rstrip('/')}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: the server forgets the bucket when it ends."""
+
+
+class _HttpBucket(_Bucket):
+    """A bucket through plain HTTP."""
+
+    def __init__(self, endpoint_url: str) -> None:
+        super().__init__(endpoint_url)
+        self._session = requests.Session()
+
+    def _url(self, path: str) -> str:
+        return self.endpoint_url + path
+
+    def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
+        answer = self._session.request(method, self._url(path), timeout=120, **request)
+        answer.raise_for_status()
+        return answer
+
+    def _read(self, path: str) -> bytes | None:
+        """Return the content at a path, or None if there is none."""
+        answer = self._session.get(self._url(path), timeout=120)
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        return answer.content
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+
+class S3Bucket(_Bucket):
+    """A bucket through boto3, whose client is shared."""
+
+    scheme = "s3"
+
+    def __init__(self, endpoint_url: str) -> None:
+        super().__init__(endpoint_url)
         self._client = _client(endpoint_url)
         self._client.create_bucket(Bucket=self.name)
 
@@ -118,21 +171,14 @@ class S3Bucket:
                 found.add(item["Key"].removeprefix(PREFIX))
         return found
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: the client is shared, and the server forgets the bucket when it ends."""
-
-
-class GcsBucket:
+class GcsBucket(_HttpBucket):
     """A bucket through plain HTTP."""
 
+    scheme = "gs"
+
     def __init__(self, endpoint_url: str) -> None:
-        self.endpoint_url = endpoint_url
-        self.name = f"bucket-{uuid.uuid4().hex[:12]}"
-        self.url = f"gs://{self.name}/{PREFIX.rstrip('/')}"
-        self._session = requests.Session()
+        super().__init__(endpoint_url)
         self._call("POST", "/storage/v1/b", json={"name": self.name})
 
     def options(self, endpoint_url: str = "") -> dict[str, Any]:
@@ -141,12 +187,7 @@ class GcsBucket:
 
     def read(self, key: str) -> bytes | None:
         """Return the stored bytes, or None if there is no object."""
-        path = f"/storage/v1/b/{self.name}/o/{quote(PREFIX + key, safe='')}?alt=media"
-        answer = self._session.get(self.endpoint_url + path, timeout=120)
-        if answer.status_code == 404:
-            return None
-        answer.raise_for_status()
-        return answer.content
+        return self._read(f"/storage/v1/b/{self.name}/o/{quote(PREFIX + key, safe='')}?alt=media")
 
     def write(self, key: str, data: bytes) -> None:
         """Store an object."""
@@ -159,27 +200,15 @@ class GcsBucket:
         assert all(item["name"].startswith(PREFIX) for item in items)
         return {item["name"].removeprefix(PREFIX) for item in items}
 
-    def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
-        answer = self._session.request(method, self.endpoint_url + path, timeout=120, **request)
-        answer.raise_for_status()
-        return answer
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._session.close()
-
-
-class AzureBucket:
+class AzureBucket(_HttpBucket):
     """A container through plain HTTP, by a SAS token."""
 
+    scheme = "az"
+
     def __init__(self, endpoint_url: str) -> None:
-        self.endpoint_url = endpoint_url
-        self.name = f"bucket-{uuid.uuid4().hex[:12]}"
-        self.url = f"az://{self.name}/{PREFIX.rstrip('/')}"
+        super().__init__(endpoint_url)
         self._token = self.token("rwdlc")
-        self._session = requests.Session()
         self._call("PUT", "?restype=container")
 
     def options(self, endpoint_url: str = "") -> dict[str, Any]:
@@ -206,11 +235,7 @@ class AzureBucket:
 
     def read(self, key: str) -> bytes | None:
         """Return the stored bytes, or None if there is no object."""
-        answer = self._session.get(self._url(f"/{quote(PREFIX + key)}?"), timeout=120)
-        if answer.status_code == 404:
-            return None
-        answer.raise_for_status()
-        return answer.content
+        return self._read(f"/{quote(PREFIX + key)}?")
 
     def write(self, key: str, data: bytes, **headers: str) -> None:
         """Store an object."""
@@ -241,14 +266,3 @@ class AzureBucket:
 
     def _url(self, path: str) -> str:
         return f"{self.endpoint_url}/{AZURE_ACCOUNT}/{self.name}{path}&{self._token}"
-
-    def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
-        answer = self._session.request(method, self._url(path), timeout=120, **request)
-        answer.raise_for_status()
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._session.close()

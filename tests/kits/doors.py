@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from buckets import AzureBucket, GcsBucket, S3Bucket
+from buckets import AzureBucket, GcsBucket, S3Bucket, open_bucket
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
@@ -46,6 +48,12 @@ class BucketDoor(SideDoor):
     """Looks into a bucket by a client that is not the one under test."""
 
     bucket: S3Bucket | GcsBucket | AzureBucket
+
+    def opened(self, bucket: S3Bucket | GcsBucket | AzureBucket, **more: Any) -> Iterator[Backend]:  # noqa: ANN401
+        """Open a backend on a prefix of a new bucket, without retries; close it at the end."""
+        self.bucket = bucket
+        with closing(open_bucket(bucket.url, **bucket.options(), **more)) as backend:
+            yield backend
 
     def raw_read(self, key: str) -> bytes | None:
         """Read the object."""

@@ -6,8 +6,8 @@ import datetime as dt
 import re
 import ssl
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http.client import HTTPMessage
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-__all__ = ["Headers", "Reply", "Request", "WebServer", "certificate"]
+__all__ = ["Headers", "Reply", "Request", "WebServer", "certificate", "serving"]
 
 _RANGE: Final = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
@@ -59,6 +59,19 @@ class Reply:
         """Return the reply with more headers; ``_`` in a name stands for ``-``."""
         more = {name.replace("_", "-"): value for name, value in headers.items()}
         return replace(self, headers={**self.headers, **more})
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP on loopback by a class of handlers, and give the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 Change = Callable[[Request, Reply], Reply]

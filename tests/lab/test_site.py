@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from chromium import Browser
 from docpages import ROOT
 from sitekit import build
+from webserver import serving
 
 pytestmark = pytest.mark.lab
 
@@ -56,15 +56,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(site: Path) -> Iterator[str]:
     """Serve the site on loopback, and return its address."""
-    handler = partial(_Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(partial(_Quiet, directory=str(site))) as address:
+        yield address
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

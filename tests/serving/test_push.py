@@ -6,11 +6,10 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,6 +18,7 @@ import oras.client
 import pytest
 import torch
 from huggingface_hub import constants as hub_constants
+from webserver import serving
 
 import ckptstore
 from ckptstore.cli.main import run
@@ -172,16 +172,8 @@ def _hub(
 @contextmanager
 def _served() -> Iterator[Place]:
     place = Place()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(place))
-    place.base = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with serving(_handler(place)) as place.base:
         yield place
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import ftplib
 import http.server
 import socket
 import tarfile
-import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from webserver import serving
 
 import ckptstore
 from ckptstore import limits
@@ -328,10 +328,8 @@ def store_folder(tmp_path: Path) -> Path:
 def web(tmp_path: Path) -> Iterator[str]:
     """Serve the folder for tests by HTTP, with ranges left out, as the simplest servers do."""
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(handler) as address:
+        yield address
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ import pickle
 import re
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +23,7 @@ from gckit import delete
 from metered import MeteredBackend
 from shortening import is_short
 from simulated_environment import SimulatedEnvironment
+from webserver import Reply, WebServer
 
 import ckptstore
 from ckptstore import limits
@@ -403,32 +402,12 @@ def test_settings_show_no_secret_and_survive_a_pickle() -> None:
     again.close()
 
 
-class _Objects(BaseHTTPRequestHandler):
-    """Answers each GET with three bytes, and keeps the connection."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        """Answer, headers first."""
-        self.send_response(200)
-        self.send_header("Content-Length", "3")
-        self.end_headers()
-        self.wfile.write(b"abc")
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture
-def endpoint() -> Iterator[str]:
-    """Return the URL of a server on the loopback interface."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Objects)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    """Return the URL of a server that answers each request with three bytes."""
+    with WebServer(tmp_path) as server:
+        server.change = lambda *_: Reply(status=200, body=b"abc")
+        yield server.url
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="an option of Linux")
