@@ -68,17 +68,6 @@ WAYS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base() -> dict[str, bytes]:
-    """Return the objects of a store with two versions, of states 1 and 2."""
-    backend = memory_with({})
-    with create(backend) as store:
-        run = store.run("gpt", metrics={"loss": "min"})
-        for number in (1, 2):
-            run.save(state_of(number), step=number, metrics={"loss": 1 / number})
-    return contents(backend)
-
-
 def outcomes(
     objects: dict[str, bytes], opening: Opening, action: Action, way: Way, *, retry: bool = False
 ) -> Iterator[tuple[int, MemoryBackend, object]]:

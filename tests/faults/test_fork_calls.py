@@ -17,17 +17,6 @@ WAYS = [(When.BEFORE, 1), (When.BEFORE, 0), (When.AFTER, 1), (When.TRUNCATED, 1)
 
 
 @pytest.fixture(scope="module")
-def base() -> dict[str, bytes]:
-    """Return the objects of a store with two versions, of states 1 and 2."""
-    backend = memory_with({})
-    with create(backend) as store:
-        run = store.run("gpt")
-        for number in (1, 2):
-            run.save(state_of(number), step=number)
-    return contents(backend)
-
-
-@pytest.fixture(scope="module")
 def empty() -> dict[str, bytes]:
     """Return the objects of a store with nothing in it."""
     backend = memory_with({})

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -198,17 +195,6 @@ def test_a_collection_that_cannot_rewrite_has_freed_all_the_same(
         disk.size_bytes += 4 << 20
         assert store.gc(grace_s=0).repacked.packs_count == 1
         assert store.load("gpt@2")["kept"].equal(kept)
-
-
-@pytest.fixture
-def file_size_limit() -> Iterator[None]:
-    """Let no file of this process grow beyond 1 MiB: the kernel answers EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.timeout(600)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import resource
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,17 +116,6 @@ def _train_and_fail(store: Store) -> None:
     with store:
         store.run("gpt").save_async(_state(1), step=1)
         _ = 1 / 0
-
-
-@pytest.fixture
-def file_size_limit() -> Iterator[None]:
-    """Let no file of this process, or of its children, grow beyond 1 MiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.usefixtures("file_size_limit")

@@ -40,6 +40,13 @@ def memory(request: pytest.FixtureRequest) -> MemoryBackend:
 
 
 @pytest.fixture
+def backends(request: pytest.FixtureRequest) -> Callable[[], MemoryBackend]:
+    """Return a function that makes memory backends of this test alone."""
+    numbers = itertools.count()
+    return lambda: MemoryBackend(f"unit/{request.node.nodeid}/{next(numbers)}")
+
+
+@pytest.fixture
 def saving() -> Saving:
     """Return a function that makes the ``build`` of a save with everything but a state."""
     numbers = itertools.count(1)

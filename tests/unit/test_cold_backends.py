@@ -53,6 +53,20 @@ def _cold(backend: Backend) -> ColdStorage:
     return cold
 
 
+def _assert_cold(backend: Backend, warmer: str) -> None:
+    """Assert that reads and changes of the class are refused, and not as what passes."""
+    cold = _cold(backend)
+    assert cold.restore_state(KEY).access == "cold"
+    for read in (
+        lambda: backend.get(KEY, bytes_max=100),
+        lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
+        lambda: cold.set_class(KEY, warmer),
+    ):
+        with pytest.raises(errors.ColdObjectError) as caught:
+            read()
+        assert not isinstance(caught.value, errors.TransientStorageError)
+
+
 def test_an_object_changes_class(backend: Backend, s3_bucket: S3Bucket) -> None:
     """The listing and the state tell it, the bytes are what they were, and once is enough."""
     cold = _cold(backend)
@@ -68,15 +82,7 @@ def test_what_is_cold_is_refused_until_it_is_restored(backend: Backend) -> None:
     """By an error that no retry takes for one that passes; a second request is no failure."""
     cold = _cold(backend)
     cold.set_class(KEY, "GLACIER")
-    assert cold.restore_state(KEY).access == "cold"
-    for read in (
-        lambda: backend.get(KEY, bytes_max=100),
-        lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
-        lambda: cold.set_class(KEY, STANDARD),
-    ):
-        with pytest.raises(errors.ColdObjectError) as caught:
-            read()
-        assert not isinstance(caught.value, errors.TransientStorageError)
+    _assert_cold(backend, STANDARD)
     assert cold.request_restore(KEY, days=3, tier="Bulk")
     state = cold.restore_state(KEY)
     assert state.is_readable
@@ -303,15 +309,7 @@ def test_azure_sets_tiers(azure_bucket: AzureBucket) -> None:
         assert backend.stat(KEY).storage_class == cold.restore_state(KEY).storage_class == name
         assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == [name]
         assert azure_bucket.tiers() == {KEY: name}
-    assert cold.restore_state(KEY).access == "cold"
-    for read in (
-        lambda: backend.get(KEY, bytes_max=100),
-        lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
-        lambda: cold.set_class(KEY, "Cool"),
-    ):
-        with pytest.raises(errors.ColdObjectError) as caught:
-            read()
-        assert not isinstance(caught.value, errors.TransientStorageError)
+    _assert_cold(backend, "Cool")
     assert cold.request_restore(KEY, days=3, tier="High")
     assert not cold.request_restore(KEY, days=3, tier="High")
     state = cold.restore_state(KEY)

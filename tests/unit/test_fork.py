@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -351,13 +350,6 @@ def test_a_terabyte_is_forked_by_its_manifest_alone(memory: MemoryBackend) -> No
 
 
 Backends = Callable[[], MemoryBackend]
-
-
-@pytest.fixture
-def backends(request: pytest.FixtureRequest) -> Backends:
-    """Return a function that makes memory backends of this test alone."""
-    numbers = itertools.count()
-    return lambda: MemoryBackend(f"across/{request.node.nodeid}/{next(numbers)}")
 
 
 def _across_store(backend: Backend, *, chunk_bytes: int = 64 * KIB) -> ckptstore.Store:

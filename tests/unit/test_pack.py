@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -499,15 +500,23 @@ class Storage:
         raise errors.StorageError("it fails, too")
 
 
+@contextmanager
+def small_parts() -> Iterator[PartSender]:
+    """Give threads and memory for a few tiny parts; all of it is given back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "PART_BYTES", PART)
+        patch.setattr(part_sender, "SMALL_PART_BYTES", PART)
+        sender = PartSender(MOST, MOST * PART)
+        yield sender
+        sender.close()
+        assert sender._held_bytes == 0, "memory was not given back, or twice"
+
+
 @pytest.fixture
-def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[PartSender]:
+def sender() -> Iterator[PartSender]:
     """Return threads and memory for a few tiny parts."""
-    monkeypatch.setattr(limits, "PART_BYTES", PART)
-    monkeypatch.setattr(part_sender, "SMALL_PART_BYTES", PART)
-    sender = PartSender(MOST, MOST * PART)
-    yield sender
-    sender.close()
-    assert sender._held_bytes == 0, "memory was not given back, or twice"
+    with small_parts() as found:
+        yield found
 
 
 def test_an_object_is_what_was_written(sender: PartSender) -> None:
@@ -533,30 +542,23 @@ def test_an_object_is_what_was_written(sender: PartSender) -> None:
 @given(pieces=st.lists(st.tuples(st.integers(0, 350), st.booleans()), max_size=12))
 def test_memory_that_is_kept_stays_until_it_was_sent(pieces: list[tuple[int, bool]]) -> None:
     """Each buffer is given back once, when no part needs it: also after an abort."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "PART_BYTES", PART)
-        patch.setattr(part_sender, "SMALL_PART_BYTES", PART)
-        for ends in ("commit", "abort"):
-            sender = PartSender(MOST, MOST * PART)
-            storage = Storage()
-            done: list[int] = []
-            data = [os.urandom(size) for size, _ in pieces]
-            with PartedWriter(storage, sender) as writer:
-                for number, (piece, (_, kept)) in enumerate(zip(data, pieces, strict=True)):
-                    memory = bytearray(piece)
-                    wipe = partial(_wipe, memory, done, number)
-                    if kept:
-                        view = memoryview(memory)
-                        writer.write_kept([view[: len(piece) // 2], view[len(piece) // 2 :]], wipe)
-                    else:
-                        writer.write(memory)
-                        wipe()
-                getattr(writer, ends)()
-            if ends == "commit":
-                assert storage.objects == [b"".join(data)]
-            sender.close()
-            assert sorted(done) == list(range(len(pieces)))
-            assert sender._held_bytes == 0
+    for ends in ("commit", "abort"):
+        storage = Storage()
+        done: list[int] = []
+        data = [os.urandom(size) for size, _ in pieces]
+        with small_parts() as sender, PartedWriter(storage, sender) as writer:
+            for number, (piece, (_, kept)) in enumerate(zip(data, pieces, strict=True)):
+                memory = bytearray(piece)
+                wipe = partial(_wipe, memory, done, number)
+                if kept:
+                    view = memoryview(memory)
+                    writer.write_kept([view[: len(piece) // 2], view[len(piece) // 2 :]], wipe)
+                else:
+                    writer.write(memory)
+                    wipe()
+            getattr(writer, ends)()
+        assert sorted(done) == list(range(len(pieces)))
+        assert storage.objects == ([b"".join(data)] if ends == "commit" else [])
 
 
 def _wipe(memory: bytearray, done: list[int], number: int) -> None:
@@ -587,10 +589,7 @@ def test_two_objects_never_share_memory(sender: PartSender) -> None:
 @given(failures=st.lists(st.booleans(), max_size=12))
 def test_a_part_that_failed_for_a_while_is_sent_again(failures: list[bool]) -> None:
     """Each call of commit tries what failed before; the object is whole, whichever calls failed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "PART_BYTES", PART)
-        patch.setattr(part_sender, "SMALL_PART_BYTES", PART)
-        sender = PartSender(MOST, MOST * PART)
+    with small_parts() as sender:
         storage = Storage([errors.TransientStorageError("busy") for fails in failures if fails])
         data = os.urandom(6 * PART + 1)
         with PartedWriter(storage, sender) as writer:
@@ -605,8 +604,6 @@ def test_a_part_that_failed_for_a_while_is_sent_again(failures: list[bool]) -> N
                 break
         assert storage.objects == [data]
         assert not storage.abandoned
-        sender.close()
-        assert sender._held_bytes == 0
 
 
 def test_a_lasting_failure_is_raised_and_the_parts_are_dropped(sender: PartSender) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -28,13 +27,6 @@ from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Backends = Callable[[], MemoryBackend]
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
-
-
-@pytest.fixture
-def backends(request: pytest.FixtureRequest) -> Backends:
-    """Return a function that makes memory backends of this test alone."""
-    numbers = itertools.count()
-    return lambda: MemoryBackend(f"replicate/{request.node.nodeid}/{next(numbers)}")
 
 
 def _store(backend: Backend, *, chunk_bytes: int = 64 * KIB) -> ckptstore.Store:

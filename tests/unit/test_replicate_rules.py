@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,13 +28,6 @@ from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Backends = Callable[[], MemoryBackend]
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
-
-
-@pytest.fixture
-def backends(request: pytest.FixtureRequest) -> Backends:
-    """Return a function that makes memory backends of this test alone."""
-    numbers = itertools.count()
-    return lambda: MemoryBackend(f"rules/{request.node.nodeid}/{next(numbers)}")
 
 
 def _store(backend: Backend) -> Store:
@@ -333,13 +325,6 @@ def _small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESUME_BYTES_MIN", 64 * KIB)
 
 
-@pytest.fixture
-def resumed_backends(request: pytest.FixtureRequest) -> Callable[[], MemoryBackend]:
-    """Return a function that makes memory backends of this test alone."""
-    numbers = itertools.count()
-    return lambda: MemoryBackend(f"resumed/{request.node.nodeid}/{next(numbers)}")
-
-
 def _resumed_store(backend: Backend, key: UserKey | None = None) -> Store:
     options = Options(workers=1)
     repo = create_on(backend, exist_ok=True, chunk_bytes=64 * KIB, options=options, key=key)
@@ -371,11 +356,11 @@ def _assert_equal(target: Store) -> None:
 @pytest.mark.parametrize("key", [None, UserKey(bytes(range(32)))], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("check", [True, False])
 def test_what_was_sent_is_not_sent_again(
-    resumed_backends: Callable[[], MemoryBackend], key: UserKey | None, check: bool
+    backends: Backends, key: UserKey | None, check: bool
 ) -> None:
     """Interrupted at nine tenths, the second run sends the last tenth, and the whole is there."""
-    inner = resumed_backends()
-    with _resumed_store(resumed_backends()) as source:
+    inner = backends()
+    with _resumed_store(backends()) as source:
         source.run("a").save(_state(), step=1, codec="raw")
         sent = _interrupted(source, inner, key)
         with _resumed_store(inner, key) as target:
@@ -390,11 +375,11 @@ def test_what_was_sent_is_not_sent_again(
             assert target.gc(**ZERO).swept["packs"].count == 0
 
 
-def test_deltas_go_on_as_well(resumed_backends: Callable[[], MemoryBackend]) -> None:
+def test_deltas_go_on_as_well(backends: Backends) -> None:
     """Chunks that refer to others are shared where these are, too, or come."""
-    inner = resumed_backends()
+    inner = backends()
     state = _state()
-    with _resumed_store(resumed_backends()) as source:
+    with _resumed_store(backends()) as source:
         run = source.run("a")
         run.save(state, step=0, codec="raw")
         state["model"]["w"] += 0.001 * torch.randn_like(state["model"]["w"])
@@ -414,12 +399,10 @@ def test_deltas_go_on_as_well(resumed_backends: Callable[[], MemoryBackend]) -> 
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 3600.0])
-def test_a_collection_before_the_second_run(
-    resumed_backends: Callable[[], MemoryBackend], grace_s: float
-) -> None:
+def test_a_collection_before_the_second_run(backends: Backends, grace_s: float) -> None:
     """What a collection has condemned is copied again, whether it was deleted yet or not."""
-    inner = resumed_backends()
-    with _resumed_store(resumed_backends()) as source:
+    inner = backends()
+    with _resumed_store(backends()) as source:
         source.run("a").save(_state(), step=1, codec="raw")
         sent = _interrupted(source, inner)
         with _resumed_store(inner) as target:
@@ -430,11 +413,9 @@ def test_a_collection_before_the_second_run(
             _assert_equal(target)
 
 
-def test_a_collection_between_look_and_commit(
-    resumed_backends: Callable[[], MemoryBackend],
-) -> None:
+def test_a_collection_between_look_and_commit(backends: Backends) -> None:
     """Orphans that are condemned after they were found are copied under new names at the commit."""
-    inner = resumed_backends()
+    inner = backends()
 
     def collect(_call: str, key: str) -> None:
         """Collect once, when all packs are there and the manifest is about to come."""
@@ -444,7 +425,7 @@ def test_a_collection_between_look_and_commit(
                 other.gc(**ZERO)
 
     collected: list[str] = []
-    with _resumed_store(resumed_backends()) as source:
+    with _resumed_store(backends()) as source:
         source.run("a").save(_state(), step=1, codec="raw")
         _interrupted(source, inner)
         fault = Fault(
@@ -459,11 +440,9 @@ def test_a_collection_between_look_and_commit(
             _assert_equal(target)
 
 
-def test_a_sound_orphan_that_lies_is_not_shared(
-    resumed_backends: Callable[[], MemoryBackend],
-) -> None:
+def test_a_sound_orphan_that_lies_is_not_shared(backends: Backends) -> None:
     """Index and checksums are in order, ids and lengths the right ones, the content another."""
-    from_backend, inner = resumed_backends(), resumed_backends()
+    from_backend, inner = backends(), backends()
     environment = SystemEnvironment()
     plan = PackPlan(streams=1, at_once=1, first_bytes=2**20, most_bytes=2**20)
     looked: list[str] = []
@@ -494,13 +473,11 @@ def test_a_sound_orphan_that_lies_is_not_shared(
 
 @pytest.mark.parametrize("codec", ["raw", "delta"])
 @pytest.mark.short(sample=1)
-def test_a_collection_at_any_call(
-    resumed_backends: Callable[[], MemoryBackend], codec: str
-) -> None:
+def test_a_collection_at_any_call(backends: Backends, codec: str) -> None:
     """Whenever a collection without grace comes, the copy goes on, and all of it is there after."""
-    stranded = resumed_backends()
+    stranded = backends()
     state = _state()
-    with _resumed_store(resumed_backends()) as source:
+    with _resumed_store(backends()) as source:
         run = source.run("a")
         run.save(state, step=0, codec="raw")
         state["model"]["w"] += 0.001 * torch.randn_like(state["model"]["w"])
@@ -512,7 +489,7 @@ def test_a_collection_at_any_call(
                 source.replicate(broken, refs=["a@1"])
         objects = {one.key: stranded.get(one.key, bytes_max=2**20) for one in stranded.list("")}
         for at in range(1, 100, 7):
-            inner = resumed_backends()
+            inner = backends()
             for key, data in objects.items():
                 inner.put(key, data)
             fault = Fault(at=at, when=When.CALLBACK, callback=lambda *_, to=inner: _collect(to))
@@ -534,9 +511,7 @@ def _collect(backend: Backend) -> None:
         other.gc(**ZERO)
 
 
-def test_what_is_shared_is_durable_before_the_manifest(
-    resumed_backends: Callable[[], MemoryBackend],
-) -> None:
+def test_what_is_shared_is_durable_before_the_manifest(backends: Backends) -> None:
     """A pack may be visible, and not durable: that is made up for before anything names it."""
     noted: list[str] = []
 
@@ -550,8 +525,8 @@ def test_what_is_shared_is_durable_before_the_manifest(
             super().put(key, data)
 
     before: list[int] = []
-    inner = resumed_backends()
-    with _resumed_store(resumed_backends()) as source:
+    inner = backends()
+    with _resumed_store(backends()) as source:
         source.run("a").save(_state(), step=1, codec="raw")
         _interrupted(source, inner)
         left = {info.key for info in inner.list("packs/")}
@@ -561,10 +536,10 @@ def test_what_is_shared_is_durable_before_the_manifest(
     assert before == [len(noted)]
 
 
-def test_a_damaged_orphan_is_copied_again(resumed_backends: Callable[[], MemoryBackend]) -> None:
+def test_a_damaged_orphan_is_copied_again(backends: Backends) -> None:
     """Content is read back before it counts: what is not what it should be travels again."""
-    inner = resumed_backends()
-    with _resumed_store(resumed_backends()) as source:
+    inner = backends()
+    with _resumed_store(backends()) as source:
         source.run("a").save(_state(), step=1, codec="raw")
         _interrupted(source, inner)
         for info in inner.list("packs/"):
@@ -575,9 +550,7 @@ def test_a_damaged_orphan_is_copied_again(resumed_backends: Callable[[], MemoryB
             _assert_equal(target)
 
 
-def test_nothing_is_listed_for_little(
-    resumed_backends: Callable[[], MemoryBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_listed_for_little(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy below RESUME_BYTES_MIN, and the second of one replication, list no packs."""
     seen: list[str] = []
     fault = Fault(
@@ -587,8 +560,8 @@ def test_nothing_is_listed_for_little(
         callback=lambda _call, key: seen.append(key),
     )
     with (
-        _resumed_store(resumed_backends()) as source,
-        _resumed_store(FaultyBackend(resumed_backends(), fault)) as target,
+        _resumed_store(backends()) as source,
+        _resumed_store(FaultyBackend(backends(), fault)) as target,
     ):
         for step in (1, 2, 3):
             source.run("a").save(_state(step), step=step, codec="raw")
