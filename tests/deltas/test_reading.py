@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_of
-from peaks import PEAK
+from peaks import told_by
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptObjectError, CorruptTensorError, LimitError, TornStateError
@@ -399,9 +396,7 @@ def test_a_part_of_a_version_takes_the_bases_that_it_needs(store: Store) -> None
 
 
 MIB = 1 << 20
-PROGRAM = (
-    PEAK
-    + """
+PROGRAM = """
 folder, budget = sys.argv[1], int(sys.argv[2])
 open_it = lambda: ckptstore.open(
     folder, create=True, host_bytes=budget, workers=2, codec="delta", base_bytes=0
@@ -422,7 +417,6 @@ figures["load"] = peak(lambda: store.load("gpt", into=state))
 figures["verify"] = peak(lambda: store.verify())
 print(json.dumps([share, figures]))
 """
-)
 
 
 @pytest.mark.slow
@@ -435,13 +429,7 @@ def test_a_process_stays_within_the_budget(tmp_path: Path) -> None:
     allocator keeps.
     """
     budget = 64 * MIB
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(budget)],
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    share, figures = json.loads(done.stdout)
+    share, figures = told_by(PROGRAM, tmp_path / "store", budget)
 
     assert share < 0.7
     for name, peak_mib in figures.items():

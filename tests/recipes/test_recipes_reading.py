@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from metered import MeteredBackend
+from peaks import memory_below
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
 from shortening import examples
@@ -282,14 +282,8 @@ def test_a_tensor_larger_than_the_memory_is_made_in_pieces(stores: Stores) -> No
     save(store, {"big": big}, {"big": Form(code="linear")})
     into = {"big": torch.zeros_like(big)}
     store.load("gpt", include=["big"], into=into)
-    tracemalloc.start()
-    try:
+    with memory_below(8 << 20):  # its codes are 6 MB, itself 24 MB
         store.load("gpt", into=into)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-    assert peak < 8 << 20  # its codes are 6 MB, itself 24 MB
 
 
 def test_a_check_holds_no_tensor(stores: Stores) -> None:
@@ -298,14 +292,8 @@ def test_a_check_holds_no_tensor(stores: Stores) -> None:
     big = torch.randn(6_000_000, generator=torch.Generator().manual_seed(1))
     save(store, {"big": big}, {"big": Form(code="dynamic-signed")})
     store.verify(level="records")
-    tracemalloc.start()
-    try:
+    with memory_below(8 << 20):
         assert store.verify().ok
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-    assert peak < 8 << 20
 
 
 @settings(deadline=None, max_examples=examples(60))

@@ -12,7 +12,6 @@ import os
 import pickle
 import re
 import struct
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 from damaging import flip_pack
+from peaks import memory_below
 
 import ckptstore
 from ckptstore import errors, limits
@@ -322,11 +322,8 @@ def test_memory_of_an_export_is_bounded(store: Store, tmp_path: Path) -> None:
     store.run("r").save(state, step=1)
     path = tmp_path / "a.safetensors"
     seen: list[int] = []
-    tracemalloc.start()
-    export_safetensors(store, "r", path, progress=lambda step: seen.append(step.done))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2.5 * limits.EXPORT_WINDOW_BYTES
+    with memory_below(2.5 * limits.EXPORT_WINDOW_BYTES):
+        export_safetensors(store, "r", path, progress=lambda step: seen.append(step.done))
     assert seen == sorted(seen)
     assert seen[-1] == size + 12
     with safetensors.safe_open(path, "pt") as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import struct
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from peaks import memory_below
 
 from ckptstore import limits
 from ckptstore.chunking import cut, piece_bytes
@@ -148,14 +148,8 @@ def test_a_bomb_is_refused_before_it_is_decompressed() -> None:
     """A small object that declares gigabytes costs no memory, even where the limit is high."""
     bomb = frame_of(ZSTD(bytes(200 * limits.MIB)), 200 * limits.MIB)
     assert len(bomb) < 10_000
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptObjectError, match="refused"):
-            unframe(bomb, raw_bytes_max=limits.GIB)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 100_000
+    with memory_below(100_000), pytest.raises(CorruptObjectError, match="refused"):
+        unframe(bomb, raw_bytes_max=limits.GIB)
 
 
 def test_the_limit_of_the_caller_holds() -> None:
@@ -342,16 +336,9 @@ def test_the_length_of_a_list_is_checked_before_it_is_built(name: str) -> None:
     data = framing.encode_frame(manifest.MAGIC, raw.replace(word + b"\xc0", long))
     size = len(raw) + len(long)
     del raw, long
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptObjectError, match="length"):
-            manifest.decode(data, where="m", version=ID)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
+    with memory_below(1.2 * size), pytest.raises(CorruptObjectError, match="length"):
+        manifest.decode(data, where="m", version=ID)
     assert len(data) < 200_000
-    assert peak < 1.2 * size
 
 
 def test_a_manifest_over_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

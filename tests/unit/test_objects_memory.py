@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from peaks import PEAK
+from peaks import told_by
 
 import ckptstore
 from ckptstore.objects import piece_reader
 
 MIB = 1 << 20
 
-PROGRAM = (
-    PEAK
-    + """
+PROGRAM = """
 folder, budget, codec = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 store = ckptstore.open(folder, create=True, host_bytes=budget, workers=2)
 run = store.run("gpt")
@@ -32,7 +27,6 @@ figures["load"] = peak(lambda: run.load(into=state))
 figures["verify"] = peak(lambda: store.verify())
 print(json.dumps(figures))
 """
-)
 
 
 @pytest.mark.timeout(240)
@@ -45,13 +39,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path, codec: str) -> None:
     allocator keeps.
     """
     budget = 64 * MIB
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), str(budget), codec],
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    figures: dict[str, int] = json.loads(done.stdout)
+    figures: dict[str, int] = told_by(PROGRAM, tmp_path / "store", budget, codec)
     state = figures.pop("state")
 
     assert state * MIB > 4 * budget
