@@ -108,7 +108,7 @@ def _client(name: str, *, short: bool) -> Way:
         view = memoryview(data)
 
         def put(request: dict[str, Any], span: slice) -> None:
-            made().send("put_object", request, view[span])
+            made().send("put_object", request, [view[span]])
 
         each(place, width, len(data), put)
 
