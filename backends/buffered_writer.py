@@ -11,9 +11,6 @@ from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 class Body(io.BytesIO):
     """Bytes to send, which an HTTP library may read but not close: they may be sent again."""
 
-    is_whole = False
-    """Whether what follows the object is there: memory that was sent may not grow."""
-
     def close(self) -> None:
         """Do nothing; the memory is freed with the last reference."""
 

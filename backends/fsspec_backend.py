@@ -35,8 +35,8 @@ T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""
 Info = Mapping[str, Any]
-_Call = Callable[[Foreign, str], T]
 """An entry of a folder, as fsspec describes it."""
+_Call = Callable[[Foreign, str], T]
 
 # As of an object store: pipe_file takes an object whole.
 CAPABILITIES: Final = replace(bucket.CAPABILITIES, concurrency=8)

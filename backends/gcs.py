@@ -212,10 +212,11 @@ class GcsBackend(BucketBackend[Foreign]):
         name = self._location.object_name(key)
         size = len(_head(name, b"", storage_class))
         # For errors in transit: the server refuses a damaged body. No protection from malice.
-        if not body.is_whole:
+        with body.getbuffer() as view:
+            sent_before = view[-len(_TAIL) :] == _TAIL
+        if not sent_before:  # memory that was sent may not grow
             body.seek(0, 2)
             body.write(_TAIL)
-            body.is_whole = True
         check = _HASHES[_HASH]()
         with body.getbuffer() as view, view[size : -len(_TAIL)] as data:
             for at in range(0, len(data), limits.STREAM_BYTES):

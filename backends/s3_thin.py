@@ -2,9 +2,9 @@
 
 botocore takes 1 to 2 ms of the interpreter for each call: checks of parameters, rules of endpoints,
 events, a parser. Its client goes first; from the request that it signs this module learns where
-the objects are, and how requests are signed. Further requests are built here, signed by its signer,
-and sent over its connections. A request with parameters that are not known here, a proxy, another
-way to sign, and an answer that leads elsewhere are left to the client.
+the objects are, and how requests are signed. Further requests are built here, signed by botocore
+with the client's credentials, and sent over its connections. A request with parameters that are not
+known here, a proxy, another way to sign, and an answer that leads elsewhere are left to the client.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Final, Self
 
 from benchmarks.native import compiled
@@ -45,12 +44,7 @@ class LockShare:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over = True
         if self._thread.is_alive():
             self._thread.join()
