@@ -74,6 +74,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "catalog": catalog.catalog,
         "scale": catalog.scale,
         "async": background.async_saves,
+        "gpu": background.from_gpu,
     }
 
 

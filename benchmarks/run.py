@@ -37,6 +37,7 @@ SUITES = (
     "scale",
     "failures",
     "async",
+    "gpu",
     "s3",
     "bytes",
     "sharing",
@@ -124,6 +125,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             **steps,
         },
         "serve": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds},
+        "gpu": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},
         "catalog": {
             "versions": 2_000 if small else 100_000,

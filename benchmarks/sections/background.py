@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.measure import Measured, Result
-from benchmarks.sections.pieces import multiple, outcomes, ratio, seconds, table, titled
+from benchmarks.sections.pieces import (
+    multiple,
+    outcomes,
+    ratio,
+    seconds,
+    share,
+    table,
+    timed,
+    titled,
+)
 
-__all__ = ["async_saves", "failures"]
+__all__ = ["async_saves", "failures", "from_gpu"]
+
+_LOADED = {
+    "x torch.load": "torch.load, new",
+    "x safetensors": "safetensors, new (its tensors alone)",
+}
 
 
 def async_saves(result: Result) -> list[str]:
@@ -81,3 +95,31 @@ def failures(result: Result) -> list[str]:
         for row in result.facts["rows"]
     ]
     return [outcomes(lines)]
+
+
+def from_gpu(result: Result) -> list[str]:
+    """Return the tables of saves from a GPU, and of loads to it."""
+    tables = result.tables
+    return [
+        titled("Save", timed(tables["save"], {"x torch.save": "torch.save"}, {"stored": share})),
+        titled("Duration of a call in the background", _device_stalls(tables["stall"])),
+        titled("Load, files in the page cache", timed(tables["load"], _LOADED, {})),
+    ]
+
+
+def _device_stalls(rows: Sequence[Measured]) -> str:
+    copy = rows[0]
+    lines = [
+        [
+            one.name,
+            *seconds(one),
+            multiple(one, copy),
+            *(
+                f"{one.numbers[name]:.2f} s" if name in one.numbers else ""
+                for name in ("staged_s", "durable_s")
+            ),
+        ]
+        for one in rows
+        if one.seconds
+    ]
+    return table(["", "median", "min-max", "of a copy", "staged after", "durable after"], lines)

@@ -26,9 +26,9 @@ class Destination:
         Device of the finished tensor; devices other than the CPU are reached through host memory
         (pinned for CUDA) of the tensor's size.
     into
-        A tensor on the CPU whose memory has exactly the record's layout: decode right into it.
-        Not for one in blocks: these are put in order once all are there, which takes the tensor's
-        memory twice for that moment.
+        A tensor on `device` whose memory has exactly the record's layout: its bytes are decoded
+        right into it, or copied to it. Not for one in blocks: these are put in order once all are
+        there, which takes the tensor's memory twice for that moment.
 
     Raises
     ------
@@ -45,7 +45,7 @@ class Destination:
         self._done: torch.Tensor | None = None
         self.view: memoryview
         """Writable CPU memory for the tensor's bytes, in stored order."""
-        if into is not None:
+        if into is not None and into.is_cpu:
             self._storage, start = into.untyped_storage(), offset_of(into)
             self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
             return
@@ -59,9 +59,18 @@ class Destination:
         May be called again; the first call frees the host memory of other devices.
         """
         if self._done is None:
-            self._done = self._into if self._into is not None else self._tensor()
+            self._done = self._tensor() if self._into is None else self._filled(self._into)
             del self.view, self._storage
         return self._done
+
+    def _filled(self, into: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that has its bytes; those for another device are copied to it."""
+        if not into.is_cpu:
+            shape = (self._record.nbytes,)
+            start = offset_of(into) * into.element_size()
+            memory = tensor_over(self._storage, torch.uint8, 0, shape, (1,))
+            tensor_over(into.untyped_storage(), torch.uint8, start, shape, (1,)).copy_(memory)
+        return into
 
     def _tensor(self) -> torch.Tensor:
         record, storage = self._record, self._storage
@@ -69,7 +78,7 @@ class Destination:
             storage = _gathered(record, record.blocks, self.view)
         if self._device.type != "cpu":
             memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
-            storage = memory.to(self._device).untyped_storage()
+            storage = on_device(memory, self._device).untyped_storage()
         strides = strides_of(record.shape, record.order)
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
 
@@ -83,6 +92,21 @@ def host_memory(nbytes: int) -> torch.UntypedStorage:
         It cannot be allocated.
     """
     return _host_bytes(nbytes).untyped_storage()
+
+
+def on_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return bytes of the CPU on a device; the CPU's own stay where they are.
+
+    Raises
+    ------
+    LimitError
+        The device has no room.
+    """
+    try:
+        return memory.to(device)
+    except torch.OutOfMemoryError as error:
+        msg = f"no memory on {device} for a tensor of {memory.nbytes} bytes"
+        raise LimitError(msg, hint='map_location="cpu" loads into host memory') from error
 
 
 def _host_bytes(nbytes: int, *, pinned: bool = False) -> torch.Tensor:

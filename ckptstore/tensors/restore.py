@@ -28,7 +28,7 @@ from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
-from ckptstore.tensors.destination import Destination, check_record
+from ckptstore.tensors.destination import Destination, check_record, on_device
 from ckptstore.tensors.overlaps import Fill, clashes, overlaps_itself
 from ckptstore.tensors.parts import VIEWS, Part, plan_parts, view_node
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, tensor_over
@@ -122,19 +122,22 @@ class Restorer:
 
     def stays(self, index: int) -> bool:
         """Return whether a record is for the CPU, and decoded into its final memory."""
-        return self._devices.get(index, _CPU).type == "cpu"
+        return self._device(index).type == "cpu"
+
+    def _device(self, index: int) -> torch.device:
+        into = self._direct.get(index)
+        return self._devices.get(index, _CPU) if into is None else into.device
 
     def destination(self, index: int) -> Destination:
         """Return the memory for record `index`; call it once an index. Allocates."""
-        into = self._direct.get(index)
-        found = Destination(self._records[index], self._devices.get(index, _CPU), into)
+        found = Destination(self._records[index], self._device(index), self._direct.get(index))
         self._finished[index] = found
         return found
 
     def finish_part(self, part: Part, storage: torch.UntypedStorage) -> None:
         """Take the memory of a part, which has been filled, and move it to its device."""
         memory = tensor_over(storage, torch.uint8, 0, (part.nbytes,), (1,))
-        memory = memory.to(self._devices.get(part.index, _CPU))
+        memory = on_device(memory, self._devices.get(part.index, _CPU))
         self._memory.update(dict.fromkeys(part.views, (part, memory)))
 
     @collector_paused()
@@ -177,6 +180,7 @@ class Restorer:
     def _plan_into(self, into: object, *, checked: bool) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
         viewed = {leaf.index for leaf in self._leaves if leaf.kind in VIEWS and view_node(leaf)}
+        here = {leaf.index for leaf in self._leaves if leaf.kind in _ON_CPU}
         for path, target in _tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None and any(found[: len(path)] == path for found in by_path):
@@ -196,7 +200,8 @@ class Restorer:
                 _check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
-            if direct and _decodable(record, target):
+            direct &= target.is_cpu or leaf.index not in here
+            if direct and _has_layout(target, record):
                 self._direct[leaf.index] = target
         if checked:
             return
@@ -330,9 +335,9 @@ def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
     return record.dtype, record.shape
 
 
-def _decodable(record: TensorRecord, target: torch.Tensor) -> bool:
-    """Return whether the bytes can be decoded straight into the target's memory."""
-    if record.blocks is not None or not target.is_cpu or target.is_conj() or target.is_neg():
+def _has_layout(target: torch.Tensor, record: TensorRecord) -> bool:
+    """Return whether a record's bytes can be put into a tensor's memory in their order."""
+    if record.blocks is not None or target.is_conj() or target.is_neg():
         return False
     if record.order is None and target.is_contiguous():
         return True

@@ -6,6 +6,7 @@ Skipped as a whole on a machine without such a device: run this folder on one be
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,44 @@ def test_loading_into_tensors_on_the_device(run: ckptstore.Run) -> None:
     assert torch.equal(target, state["model"]["weight"])  # type: ignore[index]
 
 
+def test_loading_into_tensors_of_other_layouts(run: ckptstore.Run) -> None:
+    """Tied tensors, views, other strides, other devices: each target keeps its place."""
+    base = torch.randn(32, 16, device="cuda")
+    wave = torch.randn(8, 8, dtype=torch.complex64, device="cuda")
+    numbers = torch.arange(6)
+    state: dict[str, Any] = {
+        "tied": [base, base],
+        "rows": [base[:4], base[2:6]],
+        "wave": wave,
+        "channels": torch.randn(2, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last),
+        "numbers": [numbers, numbers.numpy()],
+        "scalar": torch.tensor(4, device="cuda"),
+    }
+    run.save(state, step=1)
+    room = torch.zeros(40, 32, device="cuda")
+    tied = torch.zeros(32, 16, device="cuda")
+    into: dict[str, Any] = {
+        "tied": [tied, tied],
+        "rows": [room[:4, :16], torch.zeros(4, 16)],
+        "wave": torch.zeros_like(wave).conj(),
+        "channels": torch.zeros(2, 3, 5, 5, device="cuda"),
+        "numbers": [torch.zeros(6, dtype=torch.int64, device="cuda")],
+        "scalar": torch.zeros((), dtype=torch.int64, device="cuda"),
+    }
+    loaded = run.load(into=into)
+
+    for name in ("tied", "rows"):
+        for at in (0, 1):
+            assert loaded[name][at] is into[name][at]
+            assert torch.equal(loaded[name][at].cpu(), state[name][at].cpu())
+    for name in ("wave", "channels", "scalar"):
+        assert loaded[name] is into[name]
+        assert torch.equal(loaded[name], state[name])
+    assert loaded["numbers"][0].tolist() == loaded["numbers"][1].tolist() == numbers.tolist()
+    assert not room[4:].any()
+    assert not room[:, 16:].any()
+
+
 def test_queued_work_is_waited_for(run: ckptstore.Run) -> None:
     """A save called while kernels are queued on the caller's stream stores their results."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -105,4 +144,6 @@ def test_host_memory_stays_bounded_when_loading_to_the_device(tmp_path: Path) ->
     loaded = store.load("gpu", map_location="cuda")
 
     _same(state, loaded)
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    _same(state, store.load("gpu", into=target))
     assert torch.cuda.memory.host_memory_stats()["allocated_bytes.peak"] - before <= 160 << 20
