@@ -21,7 +21,7 @@ _PAGE: Final = mmap.PAGESIZE
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def prefault(memory: memoryview) -> None:
+def prefault(*memories: memoryview) -> None:
     """Map the pages of memory that is about to be filled, if they are new; its bytes stay.
 
     Advice only: where the kernel cannot do it (before Linux 5.14, other systems, special mappings),
@@ -30,14 +30,32 @@ def prefault(memory: memoryview) -> None:
 
     Parameters
     ----------
-    memory
-        Writable, C-contiguous; all of it will be written.
+    memories
+        Writable, C-contiguous; all of them will be written. Neighbours with no page between them
+        are mapped by one call, as the small tensors of a state are.
     """
-    if _libc is None or memory.nbytes < _BYTES_MIN:
+    if _libc is None:
         return
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = end = 0
+    for start, size in sorted((_address(one), one.nbytes) for one in memories if one.nbytes):
+        if start // _PAGE > (end - 1) // _PAGE + 1:  # pages between are somebody else's
+            _map(begin, end)
+            begin = start
+        end = max(end, start + size)
+    _map(begin, end)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _map(begin: int, end: int) -> None:
+    """Map the pages between two addresses; each of them will be written."""
+    assert _libc is not None  # noqa: S101  # for the type checker: callers looked
+    if end - begin < _BYTES_MIN:
+        return
     first = -(-begin // _PAGE) * _PAGE
-    last = (begin + memory.nbytes) // _PAGE * _PAGE - _PAGE
+    last = end // _PAGE * _PAGE - _PAGE
     there = ctypes.c_ubyte()
     asked = _libc.mincore(ctypes.c_void_p(last), ctypes.c_size_t(_PAGE), ctypes.byref(there))
     if asked == 0 and not there.value & 1:

@@ -37,7 +37,7 @@ from ckptstore.objects.plan import ReadItem
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Range:
     """Some consecutive elements of one tensor, and the memory that they go to."""
 

@@ -175,9 +175,8 @@ class _Reading:
         return most + most // 8
 
     def _span(self, span: Span, scratch: _Rooms) -> None:
-        for item in (item for chunk in span.chunks for item in chunk.items):
-            if item.out is not None:
-                prefault(item.out)
+        items = (item for chunk in span.chunks for item in chunk.items)
+        prefault(*[item.out for item in items if item.out is not None])
         try:
             headers, bodies = self._fetch(span, scratch)
         except (errors.CorruptObjectError, errors.NotFoundError) as error:
@@ -188,17 +187,17 @@ class _Reading:
             self._failed(span.pack, span.chunks[0], error)
             return
         deltas: dict[int, list[_Delta]] = {}
-        for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
-            base = self.table.base_of(chunk.items[0].row)
-            try:
-                with self.decoding:
+        with self.decoding:
+            for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+                base = self.table.base_of(chunk.items[0].row)
+                try:
                     if base is None:
                         self._chunk(span.pack, chunk, header, body, scratch)
                         continue
                     parsed = _checked(chunk, header, body)
-                deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
-            except errors.CorruptObjectError as error:
-                self._failed(span.pack, chunk, error)
+                    deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
+                except errors.CorruptObjectError as error:
+                    self._failed(span.pack, chunk, error)
         if deltas:
             self._deltas(deltas, scratch)
         self._advance(span)

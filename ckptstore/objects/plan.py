@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ _RANGE_BYTES_MIN: Final = 2 * limits.MIB
 """Below, requests take longer than their bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadItem:
+class ReadItem(NamedTuple):
     """One piece that is asked for."""
 
     row: int
@@ -43,8 +43,7 @@ class ReadItem:
 Items = Sequence[ReadItem]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRead:
+class ChunkRead(NamedTuple):
     """One chunk and what is wanted of it."""
 
     offset: int
@@ -79,11 +78,15 @@ def plan_spans(table: PieceTable, items: Items, capabilities: Capabilities) -> l
     """
     rows = np.fromiter((item.row for item in items), np.int64, len(items))
     order = np.lexsort((table.inner[rows], table.offset[rows], table.pack[rows]))
+    rows = rows[order]
+    columns = (table.pack, table.offset, table.stored, table.slab)
+    ordered = zip(order.tolist(), *(column[rows].tolist() for column in columns), strict=True)
     spans: list[Span] = []
-    ordered = (items[at] for at in order)
-    for pack, found in groupby(ordered, lambda item: int(table.pack[item.row])):
-        by_chunk = groupby(found, lambda item: int(table.offset[item.row]))
-        chunks = (_chunk(table, tuple(members)) for _, members in by_chunk)
+    for pack, found in groupby(ordered, itemgetter(1)):
+        chunks = (
+            ChunkRead(offset, stored, raw, tuple([items[at] for at, *_ in members]))
+            for (offset, stored, raw), members in groupby(found, itemgetter(2, 3, 4))
+        )
         joined = join_chunks(chunks, capabilities)
         spans += (Span(pack=table.packs[pack], chunks=tuple(part)) for part in joined)
     return spans
@@ -106,16 +109,6 @@ def shorter(capabilities: Capabilities, total: int, threads: int) -> Capabilitie
     share = total // (_RANGES_A_THREAD * threads)
     most = min(capabilities.read_bytes_max, max(share, _RANGE_BYTES_MIN))
     return replace(capabilities, read_bytes_max=most)
-
-
-def _chunk(table: PieceTable, members: tuple[ReadItem, ...]) -> ChunkRead:
-    row = members[0].row
-    return ChunkRead(
-        offset=int(table.offset[row]),
-        stored_bytes=int(table.stored[row]),
-        raw_bytes=int(table.slab[row]),
-        items=members,
-    )
 
 
 def cut_rows(

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from shortening import examples
 from simclients import trusting
 from simulated_environment import SimulatedEnvironment
 
@@ -185,7 +186,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 
 ReplicaMachine.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, derandomize=True,
+    max_examples=examples(12), stateful_step_count=30, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 TestReplicas = ReplicaMachine.TestCase

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from shortening import examples
 from simclients import trusting
 from simulated_environment import SimulatedEnvironment
 
@@ -242,7 +243,7 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TiersMachine.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=30, deadline=None, phases=(Phase.explicit, Phase.generate),
-    derandomize=True, suppress_health_check=list(HealthCheck),
+    max_examples=examples(15), stateful_step_count=30, deadline=None, derandomize=True,
+    phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 TestTiers = TiersMachine.TestCase

@@ -96,6 +96,21 @@ def test_whole_pages_of_new_memory_are_mapped_and_no_other() -> None:
 
 
 @linux
+def test_small_neighbours_are_mapped_together_and_what_lies_between_is_not() -> None:
+    """In any order; a page that holds no byte of them stays as it is."""
+    if not _can_populate():
+        pytest.skip("the kernel is older than 5.14")
+    memory = _private()
+    half = SIZE // PAGE // 2
+    edges = [at * 5000 for at in range((half - 3) * PAGE // 5000)]
+    far = [half * PAGE + edge for edge in edges]
+    with memoryview(memory) as view:
+        prefault(*[view[edge : edge + 4990] for edge in [*reversed(far), *edges]])
+    there = (edges[-1] + 4990) // PAGE
+    assert _resident(memory) == 2 * ([True] * there + [False] * (half - there))
+
+
+@linux
 @pytest.mark.parametrize("kind", ["anonymous", "shared file", "private file"])
 @pytest.mark.parametrize("written", [[0], [255], [0, 100, 255], [100]])
 def test_bytes_that_are_there_stay(tmp_path: Path, kind: str, written: list[int]) -> None:

@@ -406,7 +406,7 @@ class _Split:
             return None, [], away
         rows = sorted(places)
         at = {row: own for own, row in enumerate(rows)}
-        mapped = [(replace(w, row=at[w.row]), w) for w in items if w.row in at]
+        mapped = [(w._replace(row=at[w.row]), w) for w in items if w.row in at]
         return remap(table, rows, places.__getitem__), mapped, away
 
 
