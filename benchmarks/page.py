@@ -64,6 +64,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "rates": sizes.rates,
         "resume": resuming.resume,
         "workloads": models.workloads,
+        "many": models.many,
         "weka": models.weka,
         "memory": models.memory,
         "filesystems": storage.filesystems,

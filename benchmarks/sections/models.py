@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.measure import Measured, Result
-from benchmarks.sections.pieces import seconds, share, speed, table, times, titled
+from benchmarks.sections.pieces import seconds, share, speed, table, timed, times, titled
 
-__all__ = ["memory", "weka", "workloads"]
+__all__ = ["many", "memory", "weka", "workloads"]
 
 
 def workloads(result: Result) -> list[str]:
@@ -18,6 +18,23 @@ def workloads(result: Result) -> list[str]:
     ]
     blocks.append(titled("The weights alone, into new memory", _weights(result)))
     blocks.append(titled("Operations of stores only", _store(result)))
+    return blocks
+
+
+def many(result: Result) -> list[str]:
+    """Return the tables of each state: saves, loads, and lookups by name."""
+    bases = {"x torch.save": "torch.save", "x safetensors": "safetensors"}
+    blocks = []
+    for title in result.facts["states"]:
+        saves, loads, lookups = (
+            result.tables[f"{title}: {what}"] for what in ("save", "load", "lookup")
+        )
+        each = [[one.name, *seconds(one), one.note] for one in lookups]
+        blocks += [
+            titled(f"{title}: save", timed(saves, bases, {"stored": share})),
+            titled(f"{title}: load", timed(loads, bases, {})),
+            titled(f"{title}: lookup", table(["", "median", "min-max", "note"], each)),
+        ]
     return blocks
 
 

@@ -90,7 +90,12 @@ class _Part:
         if not nbytes:
             return
         end = start + nbytes
-        base, stops = manifest.first[index], ends.of(index)
+        base = manifest.first[index]
+        if not start and nbytes == manifest.pieces.raw[base]:  # most tensors are one piece
+            then = tuple([one.taking(0) for one in following]) if following else ()
+            self.items.append(ReadItem(base, out, label, then))
+            return
+        stops = ends.of(index)
         low, high = 0, len(stops)
         if nbytes < int(stops[-1]):
             low = int(stops.searchsorted(start, "right"))

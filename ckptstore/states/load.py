@@ -77,8 +77,10 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
     sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
     total = sum(sizes.values()) + sum(part.nbytes for part in restorer.parts)
     done = 0
-    stay = list(filter(restorer.stays, sizes))
-    moved = [index for index in sizes if not restorer.stays(index)]
+    stay: list[int] = []
+    moved: list[int] = []
+    for index in sizes:
+        (stay if restorer.stays(index) else moved).append(index)
     moved_batches = in_batches(moved, sizes.__getitem__, repo.options.host_bytes)
     for batch in filter(None, itertools.chain([stay], moved_batches)):
         counted = partial(_count_on, request.progress, done, total)

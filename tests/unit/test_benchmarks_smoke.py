@@ -33,6 +33,7 @@ from benchmarks import (  # noqa: E402 - after the path
     keepers,
     link,
     local,
+    many,
     measure,
     memory,
     page,
@@ -214,6 +215,12 @@ def test_workloads(space: Workspace, tmp_path: Path) -> None:
     _check(result, tmp_path)
     lora = result.tables["store: lora"]
     assert _row(lora, "next save").numbers["stored_bytes"] < 0.6 * lora[0].logical_bytes
+
+
+@pytest.mark.slow
+def test_many(space: Workspace, tmp_path: Path) -> None:
+    """All tools load what they saved, and find each tensor by its name."""
+    _check(many.run(space, rounds=1, shapes=[(30, 64)]), tmp_path)
 
 
 @pytest.mark.slow
