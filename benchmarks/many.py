@@ -112,9 +112,12 @@ def _lookups(
         cases = []
         for name, work in (("safetensors", of_file), ("ckptstore", of_store)):
             work()
-            cases.append(_lookup(name, work, space, f"{len(chosen)} names"))
-        return run_cases("lookup", cases, space, rounds=rounds)
+            cases.append(_lookup(name, work, space))
+        rows = run_cases("lookup", cases, space, rounds=rounds)
+    for row in rows:
+        row.numbers["names"] = len(chosen)
+    return rows
 
 
-def _lookup(name: str, work: Callable[[], object], space: Workspace, note: str) -> Case:
-    return Case(name=name, run=lambda _: work(), folder=space.root, writes=False, note=note)
+def _lookup(name: str, work: Callable[[], object], space: Workspace) -> Case:
+    return Case(name=name, run=lambda _: work(), folder=space.root, writes=False)
