@@ -44,7 +44,7 @@ class Upload(Protocol):
         """Drop the parts that were sent."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Kept:
     """Memory that was handed over, and the number of parts that hold some of it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Final, TypeVar
 
@@ -16,6 +17,8 @@ from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError
 
 T = TypeVar("T")
+giving_up: ContextVar[Callable[[], bool] | None] = ContextVar("giving_up", default=None)
+"""Says whether nobody waits for the calls of this context any more: then none is sent again."""
 _AWAY: Final = "the storage is away or busy: check its address and the network, then try again"
 
 
@@ -86,6 +89,8 @@ class RetryingBackend(WrapperBackend):
             try:
                 return function()
             except TransientStorageError:
+                if (given_up := giving_up.get()) is not None and given_up():
+                    raise
                 bound = min(self._cap_s, self._base_s * 2**failed)
                 self._environment.sleep(bound * self._environment.jitter())
         try:

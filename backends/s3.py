@@ -370,8 +370,8 @@ class S3ColdStorage:
         }
         what = f"move {key} to {name}"
 
-        def copy(calls: S3Calls) -> bool:
-            """Return False if another client moved the object since its class was read."""
+        def copy(calls: S3Calls) -> Exception | None:
+            """Return the refusal if another client may have moved the object meanwhile."""
             try:
                 calls.call("copy_object", request)
             except Exception as error:
@@ -381,17 +381,23 @@ class S3ColdStorage:
                     raise StorageError(msg, hint="AWS has " + ", ".join(_CLASSES)) from error
                 # Another client was quicker: its copy is newer than the object that was looked at.
                 # Ceph tells times by the second, and refuses a copy within one class by itself.
-                there = code == "InvalidRequest" and _state(self._head(key)).storage_class == name
-                if not there and code != "PreconditionFailed":
+                if code not in {"InvalidRequest", "PreconditionFailed"}:
                     raise
-                return False
-            return True
+                return error
+            return None
 
-        copied: bool = self._send(what, copy)
+        refusal: Exception | None = self._send(what, copy)
         after = self.restore_state(key).storage_class
         if after == name:
-            return copied
-        if not copied:
+            return refusal is None
+        if refusal is not None and code_of(refusal) == "InvalidRequest":
+
+            def refuse(_: S3Calls) -> None:
+                """Raise the refusal, to be told as one of the storage."""
+                raise refusal
+
+            self._send(what, refuse)
+        if refusal is not None:
             msg = f"{what}: another client moved it to {after} at the same time"
             raise TransientStorageError(msg)
         msg = f"{what}: the object is in {after} afterwards"

@@ -108,6 +108,8 @@ class DirectCalls:
 
     def close(self) -> None:
         """Close the connections."""
+        if self._thin is not None:
+            self._thin.close()
         self._client.close()
 
 

@@ -60,7 +60,11 @@ class S3fsCalls:
             while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
                 scatter.feed(data)
 
-        self._get(request, accept, fill, patience_s)
+        try:
+            self._get(request, accept, fill, patience_s)
+        except BaseException:  # the event loop may still be receiving
+            scatter.close()
+            raise
         return scatter.left
 
     def _get(

@@ -173,6 +173,12 @@ class ThinCalls:
             return
         raise self._client.exceptions.from_code(code)(parsed, operation)
 
+    def close(self) -> None:
+        """Close the connections that are held here."""
+        at, self._endpoint = self._endpoint, None
+        if at is not None:
+            at.pool.close()
+
     def _learn(
         self, request: Foreign, signature_version: Foreign, request_signer: Foreign, **_: object
     ) -> None:

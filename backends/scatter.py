@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from ckptstore.byte_copies import copy_bytes
@@ -28,6 +29,7 @@ class Scatter:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._rest = [buffer for buffer in buffers if buffer.nbytes]
+        self._lock = threading.Lock()
         self.left = wanted_bytes(buffers)
         """Bytes still missing."""
 
@@ -44,12 +46,19 @@ class Scatter:
 
     def feed(self, data: bytes | memoryview) -> None:
         """Copy the next bytes of the stream into the buffers."""
-        rest = memoryview(data)[: self.left]
-        while rest:
-            count = min(len(rest), self._rest[0].nbytes)
-            copy_bytes(self._rest[0][:count], rest[:count])
-            rest = rest[count:]
-            self._advance(count)
+        with self._lock:
+            rest = memoryview(data)[: self.left]
+            while rest:
+                count = min(len(rest), self._rest[0].nbytes)
+                copy_bytes(self._rest[0][:count], rest[:count])
+                rest = rest[count:]
+                self._advance(count)
+
+    def close(self) -> None:
+        """Let no byte of another thread come into the buffers any more."""
+        with self._lock:
+            self.left = 0
+            self._rest.clear()
 
     def _advance(self, count: int) -> None:
         self.left -= count

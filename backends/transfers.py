@@ -7,6 +7,7 @@ width is the number of threads that call.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from types import FrameType
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
 from ckptstore.backends.per_process import PerProcess
@@ -194,6 +196,46 @@ class Threads(ThreadPoolExecutor):
             with suppress(BaseException):
                 work()
             return done
+
+
+@contextmanager
+def interrupts_held(then: Callable[[], object]) -> Iterator[None]:
+    """Have SIGINT do what it does after the block, however often it comes.
+
+    Parameters
+    ----------
+    then
+        Called when it comes, in the main thread at any moment.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(*told: Any) -> None:  # noqa: ANN401 - what a handler gets
+        held.append(told)
+        then()
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        handler(*held[0])
+
+
+class FillingThreads(Threads):
+    """Threads that write into memory of the caller: to leave the block waits for them.
+
+    Ctrl-C does not cut that short: what they wrote later would go into tensors in use again.
+    """
+
+    def __exit__(self, *failure: object) -> None:
+        """Wait for the threads."""
+        with interrupts_held(lambda: None):
+            self.shutdown()
 
 
 class Recorder:

@@ -9,6 +9,7 @@ without a proxy go by :mod:`ckptstore.backends.wire`, over its connections.
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -208,7 +209,7 @@ class WebBackend(BucketBackend["_Pools"]):
         cause = error.__cause__ or error.__context__
         reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None) or ""
         msg = f"{what}: {type(error).__name__}: {reason}".rstrip(": ")
-        if isinstance(error, exceptions.SSLError):
+        if isinstance(cause, ssl.SSLCertVerificationError):
             hint = "SSL_CERT_FILE names certificates of authorities that the system does not trust"
             return errors.StorageError(msg, hint=hint)
         if isinstance(error, ValueError):

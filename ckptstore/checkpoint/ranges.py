@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.transfers import Threads
+from ckptstore.backends.transfers import FillingThreads
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
@@ -340,8 +340,8 @@ class _Making:
         options = replace(self.options, host_bytes=max(1, self.options.host_bytes // 2))
         room = max(1, self.options.host_bytes * 3 // 16)
         with (
-            Threads(options.workers, "ckptstore-decode") as pool,
-            Threads(1, "ckptstore-ahead") as ahead,
+            FillingThreads(options.workers, "ckptstore-decode") as pool,
+            FillingThreads(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
             steps = itertools.chain.from_iterable(map(self._steps, ranges))
@@ -424,7 +424,7 @@ class _Making:
         part = Range(index=index, start=start, nbytes=len(out), out=out)
         return _Part(self.content, self.ends, part, self.content.labels[made.index])
 
-    def _make(self, group: Sequence[_Step], read: Future[None], pool: Threads) -> None:
+    def _make(self, group: Sequence[_Step], read: Future[None], pool: FillingThreads) -> None:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
         for step, _ in zip(group, pool.map(self._decode, group), strict=True):

@@ -156,7 +156,7 @@ class _Reading:
         def begin(_: int) -> Callable[[Span], None]:
             return partial(self._span, scratch=_Rooms())
 
-        in_threads(threads, spans, begin, name="ckptstore-load")
+        in_threads(threads, spans, begin, name="ckptstore-load", fills=True)
 
     def held_bytes(self, spans: Sequence[Span]) -> int:
         """Return the most memory that a thread takes besides the destinations, at least 1.

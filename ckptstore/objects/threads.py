@@ -5,15 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import nullcontext
 from typing import TypeVar
 
-from ckptstore.backends.transfers import Threads
+from ckptstore.backends.retrying import giving_up
+from ckptstore.backends.transfers import Threads, interrupts_held
 
 T = TypeVar("T")
 
 
 def in_threads(
-    count: int, items: Iterator[T], begin: Callable[[int], Callable[[T], None]], *, name: str
+    count: int,
+    items: Iterator[T],
+    begin: Callable[[int], Callable[[T], None]],
+    *,
+    name: str,
+    fills: bool = False,
 ) -> None:
     """Have threads work on items; raise the first failure once all have stopped.
 
@@ -25,8 +32,15 @@ def in_threads(
         None of them None; each is taken by one thread.
     begin
         Called once in each thread, with its number from 0; gives what is called with each item.
+    fills
+        Whether they write into memory of the caller: Ctrl-C, too, is raised when all have stopped.
     """
-    taking, stop = threading.Lock(), threading.Event()
+    taking = threading.Lock()
+    stopped: list[bool] = []  # not empty: a handler of a signal may take no lock
+
+    def stop() -> None:
+        """Have no further item taken."""
+        stopped.append(True)
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""
@@ -34,23 +48,29 @@ def in_threads(
             work = begin(turn)
             while True:
                 with taking:
-                    item = None if stop.is_set() else next(items, None)
+                    item = None if stopped else next(items, None)
                 if item is None:
                     return
                 work(item)
         except BaseException:
-            stop.set()
+            stop()
             raise
 
     if count == 1:
         loop(0)
         return
-    with Threads(count, thread_name_prefix=name) as pool:
+    with (
+        interrupts_held(stop) if fills else nullcontext(),
+        Threads(count, thread_name_prefix=name) as pool,
+    ):
+        before = giving_up.set(lambda: bool(stopped))
         try:
             futures = [pool.submit(loop, turn) for turn in range(count)]
             wait(futures)
         except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
-            stop.set()
+            stop()
             raise
+        finally:
+            giving_up.reset(before)
     for future in futures:
         future.result()

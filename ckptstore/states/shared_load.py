@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.transfers import Threads
+from ckptstore.backends.transfers import FillingThreads
 from ckptstore.checkpoint.content import Content, ReadPieces
 from ckptstore.config import Options
 from ckptstore.errors import CorruptTensorError, InvalidInputError
@@ -352,8 +352,8 @@ class _Run:
         reading: deque[Future[torch.Tensor]] = deque()
         before: tuple[Future[list[Message]], dict[_Block, torch.Tensor]] | None = None
         with (
-            Threads(2, "ckptstore-ahead") as ahead,
-            Threads(self.options.workers, "ckptstore-deliver") as pool,
+            FillingThreads(2, "ckptstore-ahead") as ahead,
+            FillingThreads(self.options.workers, "ckptstore-deliver") as pool,
         ):
             for blocks in rounds:
                 while own and len(reading) < _AHEAD:
@@ -375,7 +375,7 @@ class _Run:
                 before[0].result()
                 self._deliver(before[1], pool)
 
-    def _deliver(self, blocks: Mapping[_Block, torch.Tensor], pool: Threads) -> None:
+    def _deliver(self, blocks: Mapping[_Block, torch.Tensor], pool: FillingThreads) -> None:
         """Check what arrived, and bring it to where it is wanted."""
         place = self.pieces._peers.place
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.stoppable import StoppableBackend
-from ckptstore.backends.transfers import Threads
+from ckptstore.backends.transfers import FillingThreads
 from ckptstore.catalog.commits import decode_commit
 from ckptstore.catalog.replica_ops import Replicate
 from ckptstore.catalog.run_ops import Save
@@ -374,7 +374,7 @@ class _Split:
             return
         back = {id(new): old for new, old in mapped}
         share = replace(options, host_bytes=max(1, options.host_bytes // 2)) if away else options
-        with Threads(1, "ckptstore-replica") as pool:
+        with FillingThreads(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
                 wanted = [new for new, _ in mapped]
