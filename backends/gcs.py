@@ -153,11 +153,8 @@ class GcsBackend(BucketBackend[Foreign]):
             return receive_into(answer, buffers)
 
         how = {"thin": fill, "size_bytes": scatter.left, "wait": wait}
-        try:
+        with closing(scatter):  # after a failure the event loop may still be receiving
             left: int = self._media(key, fetch, span=span, **how)
-        except BaseException:  # the event loop may still be receiving
-            scatter.close()
-            raise
         return left
 
     def _page(

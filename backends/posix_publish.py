@@ -336,7 +336,8 @@ class Folders:
             made = os.fstat(descriptor)
             mode = stat.S_IMODE(made.st_mode)
             wanted = mode | root.st_mode & (stat.S_IRWXG | stat.S_ISVTX)
-            ours = made.st_uid == os.geteuid() and _may_act_for(made.st_gid)
+            groups = {os.getegid(), *os.getgroups()}
+            ours = made.st_uid == os.geteuid() and (not made.st_uid or made.st_gid in groups)
             if wanted != mode and made.st_gid == root.st_gid and ours:
                 os.fchmod(descriptor, wanted)
         except OSError as error:
@@ -361,7 +362,3 @@ class Folders:
             sync_folder(str(folder.parent))
         if missing:
             self._prepare(self._root)
-
-
-def _may_act_for(group: int) -> bool:
-    return os.geteuid() == 0 or group in {os.getegid(), *os.getgroups()}

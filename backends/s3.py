@@ -391,12 +391,7 @@ class S3ColdStorage:
         if after == name:
             return refusal is None
         if refusal is not None and code_of(refusal) == "InvalidRequest":
-
-            def refuse(_: S3Calls) -> None:
-                """Raise the refusal, to be told as one of the storage."""
-                raise refusal
-
-            self._send(what, refuse)
+            raise StorageError(f"{what}: {refusal}") from refusal
         if refusal is not None:
             msg = f"{what}: another client moved it to {after} at the same time"
             raise TransientStorageError(msg)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import s3fs
@@ -60,12 +61,9 @@ class S3fsCalls:
             while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
                 scatter.feed(data)
 
-        try:
+        with closing(scatter):  # after a failure the event loop may still be receiving
             self._get(request, accept, fill, patience_s)
-        except BaseException:  # the event loop may still be receiving
-            scatter.close()
-            raise
-        return scatter.left
+            return scatter.left
 
     def _get(
         self, request: Request, accept: Accept, use: Foreign, patience_s: float = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from typing import Any, Final
 
@@ -124,17 +125,16 @@ def send(
         sock = connection.sock
         usual_s = pool.timeout.read_timeout
         sock.settimeout(usual_s)
-        unsent: ConnectionError | None = None
-        try:
+        unsent = True
+        with suppress(ConnectionError):  # it may have answered before it had all, and closed
             _write(sock, head, body)
-        except ConnectionError as error:  # it may have answered before it had all, and closed
-            unsent = error
+            unsent = False
         ask(sock)
         sock.settimeout(limit_s or usual_s)
         below = HTTPResponse(sock, method=method)
         below.begin()
-        if unsent is not None and below.status < 300:
-            raise unsent
+        if unsent and below.status < 300:
+            raise ConnectionError("a success before the whole request was sent")
         if limit_s:
             sock.settimeout(usual_s)
     except BaseException as error:

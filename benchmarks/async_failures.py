@@ -379,7 +379,7 @@ def _child(tool: str, folder: Path) -> None:
         store = ckptstore.open(folder / "store", create=True, engine=tool.rpartition(" ")[2])
         pending = store.run(_RUN).save_async(state, step=1)
         assert pending.staged  # noqa: S101 - what the row says
-        (folder / "saver").write_text(str(store._saver.dispatcher.pid))
+        (folder / "saver").write_text(str(store._session.saver.dispatcher.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

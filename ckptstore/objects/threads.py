@@ -6,21 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import nullcontext
-from typing import TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from ckptstore.backends.retrying import giving_up
 from ckptstore.backends.transfers import Threads, interrupts_held
 
 T = TypeVar("T")
+_Begin: TypeAlias = Callable[[int], Callable[[T], None]]
 
 
 def in_threads(
-    count: int,
-    items: Iterator[T],
-    begin: Callable[[int], Callable[[T], None]],
-    *,
-    name: str,
-    fills: bool = False,
+    count: int, items: Iterator[T], begin: _Begin[T], *, name: str, fills: bool = False
 ) -> None:
     """Have threads work on items; raise the first failure once all have stopped.
 
@@ -36,11 +33,8 @@ def in_threads(
         Whether they write into memory of the caller: Ctrl-C, too, is raised when all have stopped.
     """
     taking = threading.Lock()
-    stopped: list[bool] = []  # not empty: a handler of a signal may take no lock
-
-    def stop() -> None:
-        """Have no further item taken."""
-        stopped.append(True)
+    stopped: list[bool] = []  # and no event: a handler of a signal may take no lock
+    stop = partial(stopped.append, True)  # no further item is taken
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""

@@ -77,11 +77,10 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
     sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
     total = sum(sizes.values()) + sum(part.nbytes for part in restorer.parts)
     done = 0
-    stay: list[int] = []
-    moved: list[int] = []
-    for index in sizes:
-        (stay if restorer.stays(index) else moved).append(index)
-    moved_batches = in_batches(moved, lambda n: _pinned_bytes(sizes[n]), repo.options.host_bytes)
+    stay = list(filter(restorer.stays, sizes))
+    # Of the others torch rounds the pinned memory up to a power of two.
+    moved = {n: 1 << (sizes[n] - 1).bit_length() for n in sizes.keys() - stay}
+    moved_batches = in_batches(sorted(moved), moved.__getitem__, repo.options.host_bytes)
     for batch in filter(None, itertools.chain([stay], moved_batches)):
         counted = partial(_count_on, request.progress, done, total)
         read_records(repo, content, restorer, batch, progress=counted)
@@ -90,11 +89,6 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
     if restorer.parts:
         request.progress(Progress(stage="read", done=total, total=total))
     return restorer.build()
-
-
-def _pinned_bytes(nbytes: int) -> int:
-    """Return what torch takes for pinned memory: a power of two."""
-    return 1 << max(0, nbytes - 1).bit_length()
 
 
 def read_records(

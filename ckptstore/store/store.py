@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckptstore.encodings.encoding_rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
-    from ckptstore.saver.saver import Saver
     from ckptstore.states.lazy import LazyVersion
 
 _log = logging.getLogger("ckptstore")
@@ -319,10 +318,6 @@ class Store(Shown):
         return self._session.events.observe(observer)
 
     prometheus = checking.prometheus
-
-    @property
-    def _saver(self) -> Saver:
-        return self._session.saver
 
     # --- changes of the catalog -------------------------------------------------------------------
     tag = retaining.tag

@@ -171,7 +171,7 @@ def _alone(place: _Place) -> Pending:
     if not _injective(once, tensor.stride(), order):
         return _together([place])
     dense_strides = strides_of(once, order)
-    dense = plain and _same_strides(once, tensor.stride(), dense_strides)
+    dense = plain and same_strides(once, tensor.stride(), dense_strides)
     pending = _whole(place.leaves, tensor, order, dense=dense)
     steps = zip(strides, dense_strides, strict=True)
     view = [old if dense or old == 0 else new for old, new in steps]
@@ -201,7 +201,7 @@ def _whole(
     )
 
 
-def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Return whether two strides walk the same memory; dimensions of size 1 do not count."""
     return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True)) or 0 in shape
 

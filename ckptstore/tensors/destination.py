@@ -66,10 +66,10 @@ class Destination:
     def _filled(self, into: torch.Tensor) -> torch.Tensor:
         """Return a tensor that has its bytes; those for another device are copied to it."""
         if not into.is_cpu:
-            shape = (self._record.nbytes,)
-            start = offset_of(into) * into.element_size()
-            memory = tensor_over(self._storage, torch.uint8, 0, shape, (1,))
-            tensor_over(into.untyped_storage(), torch.uint8, start, shape, (1,)).copy_(memory)
+            there, start = into.untyped_storage(), offset_of(into) * into.element_size()
+            all_bytes = (self._record.nbytes,), (1,)
+            memory = tensor_over(self._storage, torch.uint8, 0, *all_bytes)
+            tensor_over(there, torch.uint8, start, *all_bytes).copy_(memory)
         return into
 
     def _tensor(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
+from ckptstore.tensors.aliasing import same_strides
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, check_record, on_device
@@ -342,5 +343,4 @@ def _has_layout(target: torch.Tensor, record: TensorRecord) -> bool:
     if record.order is None and target.is_contiguous():
         return True
     strides = strides_of(record.shape, record.order)
-    pairs = zip(record.shape, target.stride(), strides, strict=True)
-    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    return same_strides(record.shape, target.stride(), strides)

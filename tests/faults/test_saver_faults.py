@@ -87,7 +87,7 @@ def test_the_next_save_raises(
         run, other = store.run("gpt"), store.run("other")
         switch.touch()
         pending = run.save_async(_state(1), step=1)
-        store._saver.wait()
+        store._session.saver.wait()
         records = [one for one in caplog.records if one.levelno == logging.ERROR]
         assert [one.name for one in records] == ["ckptstore.saves"]
         assert "gpt@1 failed" in caplog.text

@@ -102,7 +102,7 @@ def test_a_child_that_is_told_nonsense_ends(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "s", create=True, engine="process") as store:
         run = store.run("gpt")
         run.save_async(state_at(1), step=1).result()
-        engine = store._saver.dispatcher.start()
+        engine = store._session.saver.dispatcher.start()
         assert isinstance(engine, ProcessEngine)
         engine._send("nonsense")
         _wait_until_gone(engine.pid)

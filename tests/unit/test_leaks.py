@@ -170,7 +170,7 @@ def test_a_child_gives_back_arenas_that_are_forgotten(tmp_path: Path) -> None:
         run = store.run("r")
         for step in range(5):  # each needs a larger area than the one before
             run.save_async({"w": torch.ones(1 << 18 + step)}, step=step).result()
-        pid = store._saver.dispatcher.pid
+        pid = store._session.saver.dispatcher.pid
         mapped = Path(f"/proc/{pid}/maps").read_text().count("memfd:ckptstore")
         held = sum(count for name, count in descriptors(pid).items() if "memfd" in name)
     assert (mapped, held) == (1, 1)  # a mapping holds a descriptor

@@ -145,7 +145,7 @@ def test_what_another_run_or_store_holds_does_not_count(
 def test_a_skipped_save_is_no_first_one(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """The first save that takes place is looked at, not one that was asked for."""
     release = threading.Event()
-    store._saver._stager.submit(release.wait)
+    store._session.saver._stager.submit(release.wait)
     pending = store.run("other").save_async(_state(1), step=1, stage="background")
     skipped = store.run("gpt").save_async(_state(1), step=1, if_busy="skip")
     release.set()

@@ -45,7 +45,7 @@ def test_saves_are_handed_over_in_the_order_of_the_calls(stages: tuple[Any, ...]
     """Whichever of them are ready first, or at once: versions have the order of the calls."""
     with _store(in_flight=3) as store:
         run, go = store.run("r"), threading.Event()
-        store._saver._stager.submit(go.wait)
+        store._session.saver._stager.submit(go.wait)
         saves = [run.save_async(_state(n), step=n, stage=how) for n, how in enumerate(stages)]
         go.set()
         assert [save.result().step for save in saves] == [0, 1, 2]
@@ -170,7 +170,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent(tmp_path: Path) -> None:
     """It may look at the figures, wait and close while the parent holds its locks at the fork."""
     with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
         store.run("gpt").save_async(_forks_state(), step=1).result(_PATIENCE_S)
-        saver = store._saver
+        saver = store._session.saver
         held, go = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -202,7 +202,9 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
     with store:
         pending = store.run("gpt").save_async(_forks_state(), step=1)
         pending.result(_PATIENCE_S)
-        store._saver._unheard.append((pending._save, errors.CkptStoreError("of the parent")))
+        store._session.saver._unheard.append(
+            (pending._save, errors.CkptStoreError("of the parent"))
+        )
         assert in_a_fork(store.close) == 0
         with pytest.raises(errors.CkptStoreError, match="of the parent"):
             store.close()

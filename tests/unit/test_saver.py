@@ -175,14 +175,14 @@ def test_tied_storages_are_staged_once(store: Store) -> None:
     version = run.save_async({"a": weight, "b": weight, "c": weight[:10]}, step=1).result()
 
     assert version.receipt["logical_bytes"] == weight.nbytes
-    assert store._saver.dispatcher.size_bytes < 2 * weight.nbytes
+    assert store._session.saver.dispatcher.size_bytes < 2 * weight.nbytes
 
 
 # --- a state that is changed --------------------------------------------------------------------
 def _late(store: Store) -> threading.Event:
     """Hold the thread that stages back until the event is set."""
     release = threading.Event()
-    store._saver._stager.submit(release.wait)
+    store._session.saver._stager.submit(release.wait)
     return release
 
 
@@ -240,7 +240,7 @@ def test_a_change_between_staging_and_writing_is_refused_by_name(
         state: dict[str, Any] = {"a": torch.randn(2_000_000), "z": {"last": torch.randn(500_000)}}
         pending = run.save_async(state, step=1)
         backend.wait_held()
-        (arena,) = store._saver.dispatcher._pool._lent.values()
+        (arena,) = store._session.saver.dispatcher._pool._lent.values()
         arena.view[state["a"].nbytes + 1_000_001] ^= 4
         backend.go()
 
@@ -332,7 +332,7 @@ def _at_each_wait(condition: threading.Condition, do: Callable[[], object]) -> l
 def test_wait(busy: Busy) -> None:
     """The second save begins when the first is durable, and the time counts as blocked."""
     store, first, backend = busy
-    waited = _at_each_wait(store._saver._changed, backend.go)
+    waited = _at_each_wait(store._session.saver._changed, backend.go)
 
     second = store.run("gpt").save_async(_state(2), step=2)
 
@@ -349,13 +349,13 @@ def test_two_in_flight(backend: HeldBackend, engine: str) -> None:
         state = _state(1, elements=1_000_000)
         pending = [run.save_async(state, step=step) for step in (1, 2)]
         third = run.save_async(state, step=3, if_busy="skip")
-        size = store._saver.dispatcher.size_bytes
+        size = store._session.saver.dispatcher.size_bytes
 
         backend.go()
         assert third.skipped
         assert [one.result().step for one in pending] == [1, 2]
         run.save_async(state, step=4).result()
-        assert store._saver.dispatcher.size_bytes == size
+        assert store._session.saver.dispatcher.size_bytes == size
 
 
 def test_the_foreground_waits_for_the_background(busy: Busy) -> None:
@@ -387,9 +387,9 @@ def test_a_state_beyond_the_budget_is_refused(tmp_path: Path, engine: str) -> No
         run = store.run("gpt")
         with pytest.raises(errors.LimitError, match="more than the budget of 1000000"):
             run.save_async({"w": torch.zeros(300_000)}, step=1)
-        assert store._saver.dispatcher.size_bytes == 0
+        assert store._session.saver.dispatcher.size_bytes == 0
         run.save_async({"w": torch.zeros(100_000)}, step=2).result()
-        assert store._saver.dispatcher.size_bytes <= 1_000_000
+        assert store._session.saver.dispatcher.size_bytes <= 1_000_000
 
 
 def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -> None:
@@ -413,7 +413,7 @@ def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -
         state = {"w": torch.randn(1_000_000)}
         first = run.save_async(state, step=1)
         assert run.save_async(state, step=2, if_busy="skip").skipped
-        _at_each_wait(store._saver._changed, backend.go)
+        _at_each_wait(store._session.saver._changed, backend.go)
         third = run.save_async(state, step=3)
         durable, early = first.durable, first._save.wait(timeout=0)
         admitted.set()
@@ -421,7 +421,7 @@ def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -
         first.result()
         assert heard == [1]
         third.result()
-        assert store._saver.dispatcher.size_bytes <= 6_000_000
+        assert store._session.saver.dispatcher.size_bytes <= 6_000_000
 
 
 def test_memory_is_used_again(store: Store) -> None:
@@ -430,7 +430,7 @@ def test_memory_is_used_again(store: Store) -> None:
     sizes = []
     for step, elements in enumerate((1_000_000, 1_000_000, 3_000_000, 1_000_000)):
         run.save_async({"w": torch.randn(elements)}, step=step).result()
-        sizes.append(store._saver.dispatcher.size_bytes)
+        sizes.append(store._session.saver.dispatcher.size_bytes)
 
     assert sizes[0] == sizes[1] < 4 * 1_000_000 * 4 / 3
     assert sizes[2] == sizes[3] < 4 * 3_000_000 * 4 / 3
@@ -440,10 +440,10 @@ def test_memory_can_be_taken_in_advance(store: Store) -> None:
     """After `reserve` the first save takes no memory more."""
     state = {"w": torch.randn(1_000_000), "b": torch.randn(10)}
     store.reserve(4_000_040 + 2 * 64)
-    size = store._saver.dispatcher.size_bytes
+    size = store._session.saver.dispatcher.size_bytes
     assert size >= 4_000_040
     store.run("gpt").save_async(state, step=1).result()
-    assert store._saver.dispatcher.size_bytes == size
+    assert store._session.saver.dispatcher.size_bytes == size
     with pytest.raises(errors.LimitError):
         store.reserve(1 << 60)
 
@@ -473,7 +473,7 @@ def test_cancel(busy: Busy) -> None:
 
 def _is_cancelled(store: Store, pending: PendingSave) -> bool:
     """Return whether the engine has noted that a save is cancelled."""
-    engine: Any = store._saver.dispatcher.start()
+    engine: Any = store._session.saver.dispatcher.start()
     number = pending._save.number
     if engine.name == "thread":
         return bool(engine._tasks[number].token._cancelled)
@@ -497,7 +497,7 @@ def test_close_waits(tmp_path: Path, engine: str) -> None:
     """Leaving the block is enough: the version is durable then, and no process is left."""
     with ckptstore.open(tmp_path / "s", create=True, engine=engine) as store:
         pending = store.run("gpt").save_async(_state(), step=1)
-        pid = store._saver.dispatcher.pid
+        pid = store._session.saver.dispatcher.pid
 
     assert pending.durable
     if pid:
@@ -604,8 +604,8 @@ def test_threads_that_come_at_once_save_by_one_saver(
 
     monkeypatch.setattr(Saver, "__init__", together)
     with ThreadPoolExecutor(3) as threads:
-        savers = list(threads.map(lambda _: store._saver, range(3)))
-    assert savers == [store._saver] * 3
+        savers = list(threads.map(lambda _: store._session.saver, range(3)))
+    assert savers == [store._session.saver] * 3
 
 
 def test_an_error_while_staging_in_the_background(
@@ -624,9 +624,9 @@ def test_an_error_while_staging_in_the_background(
     monkeypatch.undo()
     with pytest.raises(MemoryError):
         pending.result()
-    size = store._saver.dispatcher.size_bytes
+    size = store._session.saver.dispatcher.size_bytes
     run.save_async(_state(), step=2).result()
-    assert store._saver.dispatcher.size_bytes == size
+    assert store._session.saver.dispatcher.size_bytes == size
     monkeypatch.setattr("ckptstore.saver.staging.Staging.settle", broken)
     with pytest.raises(MemoryError):
         run.save_async(_state(), step=3)
@@ -639,10 +639,10 @@ def test_an_error_while_staging_in_the_background(
 def test_auto_is_a_process_where_one_can_reach_the_storage(tmp_path: Path) -> None:
     """Files can be reached by a child; this process's memory cannot, and says so."""
     with ckptstore.open(tmp_path / "s", create=True) as store:
-        assert store._saver.dispatcher.kind == "process"
+        assert store._session.saver.dispatcher.kind == "process"
     with ckptstore.open("memory://saver-auto", create=True) as store:
         store.run("gpt").save_async(_state(), step=1).result()
-        assert store._saver.dispatcher.kind == "thread"
+        assert store._session.saver.dispatcher.kind == "thread"
     with (
         ckptstore.open("memory://saver-auto", engine="process") as store,
         pytest.raises(errors.InvalidInputError, match="in the memory of this process"),
@@ -658,7 +658,7 @@ def test_a_child_that_cannot_begin_is_replaced_by_a_thread(
     with Store(create_on(backend)) as store:
         run = store.run("gpt")
         run.save_async(_state(), step=1).result()
-        assert store._saver.dispatcher.kind == "thread"
+        assert store._session.saver.dispatcher.kind == "thread"
         assert "a thread saves from now on" in caplog.text
         run.save_async(_state(), step=2).result()
     backend = OnlyHereBackend(open_backend(tmp_path / "t"))
@@ -675,7 +675,7 @@ def test_a_child_that_is_killed(backend: HeldBackend) -> None:
         backend.hold()
         pending = run.save_async(_state(), step=1)
         backend.wait_held()
-        killed = store._saver.dispatcher.pid
+        killed = store._session.saver.dispatcher.pid
         os.kill(killed, signal.SIGKILL)
 
         with pytest.raises(errors.SaverDiedError, match="SIGKILL"):
@@ -683,7 +683,7 @@ def test_a_child_that_is_killed(backend: HeldBackend) -> None:
         assert not pending.cancel() or pending.state == "failed"
         backend.go()
         run.save_async(_state(), step=2).result()
-        assert store._saver.dispatcher.pid != killed
+        assert store._session.saver.dispatcher.pid != killed
         assert [version.step for version in run.versions()] == [2]
 
 
@@ -693,7 +693,7 @@ def test_a_child_ignores_what_stops_a_job(backend: HeldBackend) -> None:
         backend.hold()
         pending = store.run("gpt").save_async(_state(), step=1)
         backend.wait_held()
-        pid = store._saver.dispatcher.pid
+        pid = store._session.saver.dispatcher.pid
         assert os.getsid(pid) == pid
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)

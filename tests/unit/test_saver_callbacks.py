@@ -243,7 +243,7 @@ def test_a_thread_that_writes_holds_no_arena_while_it_waits(tmp_path: Path) -> N
     """An arena that the pool has given up is gone, though no other save has come since."""
     with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
         store.run("gpt").save_async(_state(1), step=1).result(_PATIENCE_S)
-        engine = store._saver.dispatcher.start()
+        engine = store._session.saver.dispatcher.start()
         assert isinstance(engine, ThreadEngine)
         taken = engine._queue
         asked = threading.Event()

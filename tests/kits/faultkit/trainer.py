@@ -57,7 +57,7 @@ def main(folder: Path, how: str) -> None:
         os.close(2)
         sys.stdin.read()  # as long as the test lives
         os._exit(0)
-    print(store._saver.dispatcher.pid, flush=True)  # noqa: T201 - for the test
+    print(store._session.saver.dispatcher.pid, flush=True)  # noqa: T201 - for the test
     sys.stdin.read()
 
 
