@@ -10,7 +10,13 @@ from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.blocks import Blocks, gather
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
 from ckptstore.format.manifest import TensorRecord
-from ckptstore.tensors.tensor_bytes import dtype_named, memory_of, offset_of, tensor_over
+from ckptstore.tensors.tensor_bytes import (
+    as_integers,
+    dtype_named,
+    memory_of,
+    offset_of,
+    tensor_over,
+)
 
 _CPU: Final = torch.device("cpu")
 
@@ -26,9 +32,8 @@ class Destination:
         Device of the finished tensor; devices other than the CPU are reached through host memory
         (pinned for CUDA) of the tensor's size.
     into
-        A tensor on `device` whose memory has exactly the record's layout: its bytes are decoded
-        right into it, or copied to it. Not for one in blocks: these are put in order once all are
-        there, which takes the tensor's memory twice for that moment.
+        A tensor on `device`. On the CPU its memory has exactly the record's layout, which is not in
+        blocks: bytes are decoded right into it. On others it gets the values from host memory.
 
     Raises
     ------
@@ -59,26 +64,20 @@ class Destination:
         May be called again; the first call frees the host memory of other devices.
         """
         if self._done is None:
-            self._done = self._tensor() if self._into is None else self._filled(self._into)
+            into = self._into
+            if into is not None and not into.is_cpu:
+                as_integers(into).copy_(as_integers(self._tensor(_CPU)))
+            self._done = self._tensor(self._device) if into is None else into
             del self.view, self._storage
         return self._done
 
-    def _filled(self, into: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that has its bytes; those for another device are copied to it."""
-        if not into.is_cpu:
-            there, start = into.untyped_storage(), offset_of(into) * into.element_size()
-            all_bytes = (self._record.nbytes,), (1,)
-            memory = tensor_over(self._storage, torch.uint8, 0, *all_bytes)
-            tensor_over(there, torch.uint8, start, *all_bytes).copy_(memory)
-        return into
-
-    def _tensor(self) -> torch.Tensor:
+    def _tensor(self, device: torch.device) -> torch.Tensor:
         record, storage = self._record, self._storage
         if record.blocks is not None:
             storage = _gathered(record, record.blocks, self.view)
-        if self._device.type != "cpu":
+        if device.type != "cpu":
             memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
-            storage = on_device(memory, self._device).untyped_storage()
+            storage = on_device(memory, device).untyped_storage()
         strides = strides_of(record.shape, record.order)
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
 

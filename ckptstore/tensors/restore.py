@@ -201,8 +201,10 @@ class Restorer:
                 _check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
-            direct &= target.is_cpu or leaf.index not in here
-            if direct and _has_layout(target, record):
+            direct &= not target.is_conj() and not target.is_neg()
+            if direct and (
+                _has_layout(target, record) if target.is_cpu else leaf.index not in here
+            ):
                 self._direct[leaf.index] = target
         if checked:
             return
@@ -338,9 +340,5 @@ def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
 
 def _has_layout(target: torch.Tensor, record: TensorRecord) -> bool:
     """Return whether a record's bytes can be put into a tensor's memory in their order."""
-    if record.blocks is not None or target.is_conj() or target.is_neg():
-        return False
-    if record.order is None and target.is_contiguous():
-        return True
     strides = strides_of(record.shape, record.order)
-    return same_strides(record.shape, target.stride(), strides)
+    return record.blocks is None and same_strides(record.shape, target.stride(), strides)
