@@ -22,6 +22,9 @@ REQUESTS_MAX: Final = 1024
 """Most requests at once that a user may choose: each has a thread and a connection of its own."""
 TICK_S: Final = 0.1
 """The width is judged by the bytes of so many seconds at least, and by a mebibyte a request."""
+REFUSED_S: Final = 1.0
+"""Seconds in which refusals count once. Source: a request of 8 MiB takes 0.8 s over a connection of
+10 MB/s; those that began together come again together."""
 REST_TICKS: Final = 20
 """Ticks before a larger width is tried after one that was slower, or was refused."""
 GAIN: Final = 0.95
@@ -121,10 +124,9 @@ class Width:
         """
         with self._free:
             now = self._clock()
-            if now - self._refused_at < TICK_S:
+            if now - self._refused_at < REFUSED_S:
                 return
-            self._refused_at = now
-            self._cautious = True
+            self._refused_at, self._cautious = now, True
             self._narrow, self._wide, self._before, self._rest = 0, 0, 0.0, REST_TICKS
             self._become(max(1, self._width // 2))
 

@@ -234,10 +234,11 @@ def test_a_tick_without_throughput_does_not_make_it_narrow() -> None:
 
 
 def test_a_refusal_halves_the_width_once_and_growth_is_careful() -> None:
-    """Requests that were refused together count once; the width never falls below one."""
+    """Requests that were refused within a second count once; the width never falls below one."""
     link = Link(lambda width: width * 10 * MB, first=32)
     for _ in range(10):
         link.width.refused()
+        link.now += 0.09
     assert link.width.now == 16
     widths = link.run(REST_TICKS + 3)
     assert widths[-1] > 16
