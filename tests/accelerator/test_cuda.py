@@ -88,13 +88,10 @@ def test_loading_into_tensors_of_other_layouts(run: ckptstore.Run) -> None:
     wave = torch.randn(8, 8, dtype=torch.complex64, device="cuda")
     numbers = torch.arange(6)
     state: dict[str, Any] = {
-        "tied": [base, base],
-        "rows": [base[:4], base[2:6]],
-        "wave": wave,
+        "tied": [base, base], "rows": [base[:4], base[2:6]], "wave": wave,
         "channels": torch.randn(2, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last),
-        "numbers": [numbers, numbers.numpy()],
-        "scalar": torch.tensor(4, device="cuda"),
-    }
+        "numbers": [numbers, numbers.numpy()], "scalar": torch.tensor(4, device="cuda"),
+    }  # fmt: skip
     run.save(state, step=1)
     room = torch.zeros(40, 32, device="cuda")
     tied = torch.zeros(32, 16, device="cuda")

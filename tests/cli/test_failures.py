@@ -225,15 +225,9 @@ def test_modules_of_commands() -> None:
 
 
 TAKING: tuple[Callable[..., Any], ...] = (
-    open_store,
-    open_repo,
-    open_backend,
-    open_target,
-    open_target_of,
-    mend_superblock,
-    rotate_key,
+    open_store, open_repo, open_backend, open_target, open_target_of, mend_superblock, rotate_key,
     Store.add_replica,
-)
+)  # fmt: skip
 """What takes options of the storage library beside its own."""
 
 

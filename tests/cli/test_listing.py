@@ -289,16 +289,13 @@ def _steps(cli: Cli, history: Path, *options: str) -> list[int]:
     [
         (["--sort", "val_loss"], [400, 500, 200, 100, 300]),  # NaN comes last
         (["--sort", "acc"], [100, 200, 300, 400, 500]),  # no direction: the lowest first
-        (["--sort", "step"], [500, 400, 300, 200, 100]),
-        (["--where", "val_loss<2.5"], [500, 400]),
+        (["--sort", "step"], [500, 400, 300, 200, 100]), (["--where", "val_loss<2.5"], [500, 400]),
         (["--where", "val_loss <= 2.5", "--where", "step!=400"], [500, 200]),
         (["--where", "val_loss!=3"], [500, 400, 300, 200]),
-        (["--where", "step>=400", "--sort", "val_loss"], [400, 500]),
-        (["--tag", "first"], [100]),
-        (["--tag", "nothing"], []),
-        (["--where", "size>1e12"], []),
+        (["--where", "step>=400", "--sort", "val_loss"], [400, 500]), (["--tag", "first"], [100]),
+        (["--tag", "nothing"], []), (["--where", "size>1e12"], []),
     ],
-)
+)  # fmt: skip
 def test_versions_are_chosen_and_sorted(
     cli: Cli, history: Path, options: list[str], steps: list[int]
 ) -> None:

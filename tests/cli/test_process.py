@@ -30,16 +30,10 @@ def _environment(**changes: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["log", "--json"],
-        ["ls"],
-        ["show", "gpt"],
-        ["log", "--graph"],
-        ["du"],
-        ["verify"],
-        ["ls", "--help"],
-        ["--version"],
+        ["log", "--json"], ["ls"], ["show", "gpt"], ["log", "--graph"], ["du"], ["verify"],
+        ["ls", "--help"], ["--version"],
     ],
-)
+)  # fmt: skip
 @pytest.mark.short(sample=2)
 def test_reader_that_goes_away_is_no_error(history: Path, arguments: list[str]) -> None:
     """`ckptstore log | head -1`: no traceback, no message, and the exit code of SIGPIPE."""

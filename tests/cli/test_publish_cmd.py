@@ -90,22 +90,12 @@ def test_what_is_refused(cli: Cli, store_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "ls",
-        "ls gpt --json",
-        "show gpt@500",
-        "log",
-        "log --graph",
-        "diff gpt@400 gpt@500 --values",
-        "du",
-        "du --shared",
-        "stats",
-        "verify gpt@500",
-        "export gpt@500 out.safetensors --include model",
-        "fork gpt@400 mine --to local",
-        "replicate gpt@400 --to copy",
-        "publish gpt@400 --to public",
+        "ls", "ls gpt --json", "show gpt@500", "log", "log --graph",
+        "diff gpt@400 gpt@500 --values", "du", "du --shared", "stats", "verify gpt@500",
+        "export gpt@500 out.safetensors --include model", "fork gpt@400 mine --to local",
+        "replicate gpt@400 --to copy", "publish gpt@400 --to public",
     ],
-)
+)  # fmt: skip
 def test_reading_by_url(
     cli: Cli, url: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,17 +111,13 @@ def test_reading_by_url(
 @pytest.mark.parametrize(
     ("line", "code", "text"),
     [
-        ("verify", 8, "lists no objects"),
-        ("doctor", 7, "ckptstore verify RUN --store http"),
-        ("gc", 7, "read-only"),
-        ("tag gpt@500 x", 7, "read-only"),
+        ("verify", 8, "lists no objects"), ("doctor", 7, "ckptstore verify RUN --store http"),
+        ("gc", 7, "read-only"), ("tag gpt@500 x", 7, "read-only"),
         ("publish", 7, "write to the store that is published there"),
-        ("publish gpt@500 --to {}/new", 7, "folder or bucket"),
-        ("init {}/new", 7, "read-only"),
-        ("ls -s {}/no", 3, "folder with store.json"),
-        ("ls -o token:=5", 2, "'token'"),
+        ("publish gpt@500 --to {}/new", 7, "folder or bucket"), ("init {}/new", 7, "read-only"),
+        ("ls -s {}/no", 3, "folder with store.json"), ("ls -o token:=5", 2, "'token'"),
     ],
-)
+)  # fmt: skip
 def test_what_a_url_does_not_allow(cli: Cli, url: str, line: str, code: int, text: str) -> None:
     """What needs a listing or writes is refused, with a hint that fits."""
     words = line.format(url).split()

@@ -22,19 +22,11 @@ from ckptstore.errors import InvalidInputError
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1023, "1.00 KiB"),
-        (1024, "1.00 KiB"),
-        (1536, "1.50 KiB"),
-        (10 * 1024, "10.0 KiB"),
-        (999 * 1024, "999 KiB"),
-        (1 << 20, "1.00 MiB"),
-        (int(152.4 * (1 << 30)), "152 GiB"),
-        (3 << 70, "3072 EiB"),
+        (0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1023, "1.00 KiB"), (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"), (10 * 1024, "10.0 KiB"), (999 * 1024, "999 KiB"), (1 << 20, "1.00 MiB"),
+        (int(152.4 * (1 << 30)), "152 GiB"), (3 << 70, "3072 EiB"),
     ],
-)
+)  # fmt: skip
 def test_bytes_in_binary_units(size: int, text: str) -> None:
     """Three digits and a binary unit, at every order of magnitude."""
     assert bytes_text(size) == text
@@ -59,17 +51,10 @@ def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.2, "0s"),
-        (45, "45s"),
-        (150, "2m"),
-        (3600, "60m"),
-        (7300, "2h"),
-        (3 * 86_400, "3d"),
-        (800 * 86_400, "2y"),
-        (-0.5, "0s"),
-        (-300, "in 5m"),
+        (0.2, "0s"), (45, "45s"), (150, "2m"), (3600, "60m"), (7300, "2h"), (3 * 86_400, "3d"),
+        (800 * 86_400, "2y"), (-0.5, "0s"), (-300, "in 5m"),
     ],
-)
+)  # fmt: skip
 def test_ages(seconds: float, text: str) -> None:
     """The largest sensible unit; a clock that is ahead is not a negative age."""
     assert age_text(seconds) == text
@@ -78,18 +63,11 @@ def test_ages(seconds: float, text: str) -> None:
 def test_durations_and_metrics() -> None:
     """Three digits for durations, six for metrics, and what is not finite by name."""
     assert [seconds_text(x) for x in (0.00042, 0.25, 3.14159, 90, 1200)] == [
-        "0.42 ms",
-        "250 ms",
-        "3.14 s",
-        "90 s",
-        "20 min",
-    ]
+        "0.42 ms", "250 ms", "3.14 s", "90 s", "20 min",
+    ]  # fmt: skip
     assert [metric_text(x) for x in (2.5, 1 / 3, 1e-9, float("nan"))] == [
-        "2.5",
-        "0.333333",
-        "1e-09",
-        "nan",
-    ]
+        "2.5", "0.333333", "1e-09", "nan",
+    ]  # fmt: skip
 
 
 def test_long_durations_are_in_hours() -> None:

@@ -50,20 +50,14 @@ DELTA_IDS = {
 }
 FIRST, SECOND = "ee0616d645f8a718d470b3a4b59182b9", "4f852edf3c43948caa6c2057319bbabf"
 FOLLOW = {
-    "model.weight": ("cast", "", 0, True),
-    "model.half": ("cast", "", 0, True),
-    "master": None,
-    "bf16": ("cast", "", 0, False),
-    "fp16": ("cast", "", 0, False),
-    "fp8_e4m3fn": ("cast", "", 0, False),
-    "fp8_e5m2": ("cast", "", 0, False),
-    "int8": ("scaled", "linear", 64, False),
-    "int8_bf16": ("scaled", "linear", 64, False),
+    "model.weight": ("cast", "", 0, True), "model.half": ("cast", "", 0, True), "master": None,
+    "bf16": ("cast", "", 0, False), "fp16": ("cast", "", 0, False),
+    "fp8_e4m3fn": ("cast", "", 0, False), "fp8_e5m2": ("cast", "", 0, False),
+    "int8": ("scaled", "linear", 64, False), "int8_bf16": ("scaled", "linear", 64, False),
     "dynamic_signed": ("scaled", "dynamic-signed", 256, False),
     "dynamic_unsigned": ("scaled", "dynamic-unsigned", 256, False),
-    "turned": ("scaled", "linear", 16, False),
-    "scalar": None,
-}
+    "turned": ("scaled", "linear", 16, False), "scalar": None,
+}  # fmt: skip
 
 
 def digest_of(values: np.ndarray[Any, Any]) -> str:

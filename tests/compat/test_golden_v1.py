@@ -67,17 +67,14 @@ def test_every_file_of_the_golden_stores_is_there(name: str) -> None:
 @pytest.mark.parametrize(
     ("golden_store", "name", "values"),
     [
-        ("v1-again", "gpt", [2.0, 3.0]),
-        ("v1-again", "vit", [1.0, 2.0]),
+        ("v1-again", "gpt", [2.0, 3.0]), ("v1-again", "vit", [1.0, 2.0]),
         ("v1-again", "35ee575030efdab59be409148b8b7236", [1.0, 2.0]),  # it came back
-        ("v1-collected", "gpt", [2.0, 3.0, 4.0]),
-        ("v1-pins", "gpt", [3.0, 4.0, 5.0]),
-        ("v1-tiers", "gpt", [1.0, 2.0, 3.0]),
-        ("v1-replica", "gpt", [-1.5, -1.5, -1.5, 3.0]),
+        ("v1-collected", "gpt", [2.0, 3.0, 4.0]), ("v1-pins", "gpt", [3.0, 4.0, 5.0]),
+        ("v1-tiers", "gpt", [1.0, 2.0, 3.0]), ("v1-replica", "gpt", [-1.5, -1.5, -1.5, 3.0]),
         ("v1-replica", "ft", [-1.5, -1.5, -1.5, -1.5, 4.0]),
         ("v1-replica", "dae16f7bd36dcd4dfde8ec0e7ef4c7f9", [-1.5, -1.5, -1.5, -1.5, 4.0]),
     ],
-)
+)  # fmt: skip
 def test_the_single_file_reads_it_too(
     reader: ModuleType, golden_store: str, name: str, values: list[float]
 ) -> None:
@@ -228,32 +225,20 @@ def test_numpy_values(state: dict[str, Any]) -> None:
 
 
 PLAIN: dict[str, Any] = {
-    "long_bytes": b"0123456789" * 500,
-    "long_text": "grün " * 1000,
+    "long_bytes": b"0123456789" * 500, "long_text": "grün " * 1000,
     "long_bytearray": bytearray(b"xyz" * 2000),
     "plain": [None, True, False, 0, -5, 2**63, -(10**30), 1.5, -math.inf, "ä", b"\x00\xff"],
-    "surrogate": "a\udc80b",
-    "complex": 1.5 - 2j,
-    "tuple": (1, (2,), ()),
-    "set": {1, "a"},
-    "frozenset": frozenset({(1, 2)}),
-    "deque": deque([1, 2], maxlen=5),
-    "ordered": OrderedDict(b=1, a=2),
-    "defaultdict": defaultdict(list, {"k": [1]}),
+    "surrogate": "a\udc80b", "complex": 1.5 - 2j, "tuple": (1, (2,), ()), "set": {1, "a"},
+    "frozenset": frozenset({(1, 2)}), "deque": deque([1, 2], maxlen=5),
+    "ordered": OrderedDict(b=1, a=2), "defaultdict": defaultdict(list, {"k": [1]}),
     "counter": Counter("aab"),
     "keys": {1: "int", "1": "str", None: "none", (1, "x"): "tuple", 2.5: "float", b"b": "bytes"},
-    "bytearray": bytearray(b"abc"),
-    "range": range(1, 10, 3),
-    "slice": slice(None, 5),
-    "path": pathlib.PurePosixPath("/data/x"),
-    "date": dt.date(2024, 2, 29),
+    "bytearray": bytearray(b"abc"), "range": range(1, 10, 3), "slice": slice(None, 5),
+    "path": pathlib.PurePosixPath("/data/x"), "date": dt.date(2024, 2, 29),
     "datetime": dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.UTC),
-    "timedelta": dt.timedelta(days=-1, seconds=5),
-    "dtype": torch.bfloat16,
-    "device": torch.device("cpu"),
-    "size": torch.Size([2, 3]),
-    "money": {"cents": 250},
-}
+    "timedelta": dt.timedelta(days=-1, seconds=5), "dtype": torch.bfloat16,
+    "device": torch.device("cpu"), "size": torch.Size([2, 3]), "money": {"cents": 250},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN))

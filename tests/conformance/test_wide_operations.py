@@ -109,15 +109,12 @@ def _check(store: Store, name: str, direction: Direction, least: int) -> None:
 
 
 OPERATIONS: Final[list[tuple[str, Action, Direction, int]]] = [
-    ("save", _save, "write", 6),
-    ("load", lambda store, *_: store.load("r"), "read", 12),
-    ("lazy", _lazy, "read", 10),
-    ("export", _export, "read", 12),
+    ("save", _save, "write", 6), ("load", lambda store, *_: store.load("r"), "read", 12),
+    ("lazy", _lazy, "read", 10), ("export", _export, "read", 12),
     ("verify", lambda store, *_: store.verify(["r"]), "read", 12),
-    ("replicate", _replicate, "read", 12),
-    ("write-back", _write_back, "read", 10),
+    ("replicate", _replicate, "read", 12), ("write-back", _write_back, "read", 10),
     ("gc", _collect, "read", 10),
-]
+]  # fmt: skip
 """Operation, call, direction, and requests at once that it reaches at least."""
 
 

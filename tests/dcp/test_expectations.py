@@ -187,11 +187,8 @@ def test_lists_dicts_and_values_in_each_other(run: Run) -> None:
     save(state, storage_writer=CkptStoreWriter(run, step=1))
     into = {
         "list": [torch.zeros(2), {"x": torch.ones(1), "y": None}, None, [torch.zeros(2)]],
-        "plain": None,
-        "empty_list": None,
-        "dots.in.keys": {"a.b": torch.zeros(1)},
-        "tuple": None,
-    }
+        "plain": None, "empty_list": None, "dots.in.keys": {"a.b": torch.zeros(1)}, "tuple": None,
+    }  # fmt: skip
     load(into, run)
 
     assert list(differences(run.load(), state)) == []
@@ -245,12 +242,9 @@ def test_versions_that_run_save_saved(run: Run) -> None:
     run.save(state, step=1)
     into: dict[str, Any] = {
         "model": {"embed": torch.zeros(50, 40), "head": torch.zeros(50, 40)},
-        "weight": torch.zeros(3),
-        "optimizer": {"state": {"0": {"m": torch.zeros(2), "step": 0}}},
-        "numpy": None,
-        "turned": torch.zeros(9, 8),
-        "counts": None,
-    }
+        "weight": torch.zeros(3), "optimizer": {"state": {"0": {"m": torch.zeros(2), "step": 0}}},
+        "numpy": None, "turned": torch.zeros(9, 8), "counts": None,
+    }  # fmt: skip
     into["model"]["part"] = torch.zeros(10, 20)
     load(into, run)
 

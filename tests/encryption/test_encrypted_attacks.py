@@ -255,19 +255,13 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
     body = json.loads(good)["body"]
     hostile: list[bytes] = [b"", good[:-5], good.replace(b'"number":1', b'"number":2')]
     changes: tuple[dict[str, object], ...] = (
-        {"number": 2},
-        {"slots": []},
-        {"slots": body["slots"] * 17},
+        {"number": 2}, {"slots": []}, {"slots": body["slots"] * 17},
         {"encryption": {**body["encryption"], "segment_bytes": 1 << 40}},
         {"encryption": {**body["encryption"], "cipher": "none"}},
         {"slots": [{**body["slots"][0], "wrapped": "0" * 96}]},
-        {"slots": [{**body["slots"][0], "wrapped": "0" * 94}]},
-        {"magic": "something"},
-        {"format": 1},
-        {"format": 3},
-        {"format": 1, "seal": ""},
-        {"seal": "0" * len(body["seal"])},
-    )
+        {"slots": [{**body["slots"][0], "wrapped": "0" * 94}]}, {"magic": "something"},
+        {"format": 1}, {"format": 3}, {"format": 1, "seal": ""}, {"seal": "0" * len(body["seal"])},
+    )  # fmt: skip
     hostile += [encode_envelope(json.dumps({**body, **change}).encode()) for change in changes]
     for data in hostile:
         where.write_bytes(data)

@@ -402,14 +402,11 @@ def test_everything_in_a_record_is_bound(place: MemoryBackend, change: str) -> N
     body = json.loads(_read(place, 1))["body"]
     (slot,) = body["slots"]
     changes: dict[str, dict[str, object]] = {
-        "seal": {"seal": "0" * 64},
-        "format": {"format": 1},
-        "slot": {"slots": [slot, {**slot, "key": B.id}]},
-        "by": {"by": "somebody else"},
-        "at_ms": {"at_ms": body["at_ms"] + 1},
-        "more": {"slots": [slot, slot]},
+        "seal": {"seal": "0" * 64}, "format": {"format": 1},
+        "slot": {"slots": [slot, {**slot, "key": B.id}]}, "by": {"by": "somebody else"},
+        "at_ms": {"at_ms": body["at_ms"] + 1}, "more": {"slots": [slot, slot]},
         "strip": {"format": 1, "seal": "", "slots": [{**slot, "sealed": False}]},
-    }
+    }  # fmt: skip
     place.put(key_record_key(1), _renumbered(_read(place, 1), 1, **changes[change]))
     with pytest.raises(errors.CorruptObjectError):
         open_on(place, key=A, prober=trusting)

@@ -155,17 +155,10 @@ def check_damage(storage: MemoryBackend, healthy: Healthy, kind: str, key: str) 
 @pytest.mark.parametrize(
     "kind",
     [
-        "store.json",
-        "commit",
-        "snapshot",
-        "manifest",
-        "pack header",
-        "chunk header",
-        "stored bytes",
-        "index",
-        "trailer",
+        "store.json", "commit", "snapshot", "manifest", "pack header", "chunk header",
+        "stored bytes", "index", "trailer",
     ],
-)
+)  # fmt: skip
 def test_a_flipped_bit_is_noticed_named_and_harms_nothing_else(
     healthy: Healthy, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

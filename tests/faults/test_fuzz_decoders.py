@@ -86,14 +86,10 @@ def with_recipes() -> bytes:
     body["roles"] = ["weights"]
     shape = [5, 9]
     body["tensors"] = [
-        [0, 0, shape, None, 180, 0],
-        [0, 0, shape, [1, 0], 180, 0],
-        [1, 0, shape, None, 90, 0],
-        [1, 0, shape, None, 90, 1],
-        [2, 0, shape, None, 45, 1],
-        [3, 0, shape, [1, 0], 45, 1],
+        [0, 0, shape, None, 180, 0], [0, 0, shape, [1, 0], 180, 0], [1, 0, shape, None, 90, 0],
+        [1, 0, shape, None, 90, 1], [2, 0, shape, None, 45, 1], [3, 0, shape, [1, 0], 45, 1],
         [0, 0, [3], None, 12, 1],
-    ]
+    ]  # fmt: skip
     body["recipes"] = [
         [0, 0, [3], 0, 0, bytes(64), [0.5, 0.25, None, 1.0]],
         [1, 1, [5, 6], 2, 16, bytes(64), [0.5, 0.25, None, None]],
@@ -239,27 +235,19 @@ RECORDS = [
     TensorRecord(dtype="int32", shape=(), order=None, role="extra", nbytes=4),
 ]
 DECODERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
-    "superblock": (open_superblock, SUPERBLOCK),
-    "commit": (open_commit, COMMIT),
-    "snapshot": (open_snapshot, SNAPSHOT),
-    "rows": (open_rows, SNAPSHOT),
-    "manifest": (open_manifest, MANIFEST),
-    "recipes": (open_recipes, with_recipes()),
-    "bases": (open_bases, with_bases()),
-    "skeleton": (open_skeleton, SKELETON),
+    "superblock": (open_superblock, SUPERBLOCK), "commit": (open_commit, COMMIT),
+    "snapshot": (open_snapshot, SNAPSHOT), "rows": (open_rows, SNAPSHOT),
+    "manifest": (open_manifest, MANIFEST), "recipes": (open_recipes, with_recipes()),
+    "bases": (open_bases, with_bases()), "skeleton": (open_skeleton, SKELETON),
     "pack": (open_pack, PACK),
-}
+}  # fmt: skip
 each_decoder = pytest.mark.parametrize("name", sorted(DECODERS))
 TOKENS = [
     *(bytes([b]) for b in (0x80, 0x81, 0x90, 0x91, 0xC0, 0xC1, 0xC3, 0xC7, 0xCB, 0xD7, 0xFF)),
-    b"\xdd\xff\xff\xff\xff",
-    b"\xdf\xff\xff\xff\xff",
-    b"\xc6\xff\xff\xff\xff",
-    b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
-    b"\xcb\x7f\xf8\0\0\0\0\0\0",
-    b"\xed\xa0\x80",
+    b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
+    b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff", b"\xcb\x7f\xf8\0\0\0\0\0\0", b"\xed\xa0\x80",
     *(b"null", b"[", b"{", b'"', b"\\ud800", b"1e999", b"-0", b"../", b"\0", b"9" * 30, b"true"),
-]
+]  # fmt: skip
 
 
 def survives(decode: Callable[[bytes], None], data: bytes) -> None:

@@ -146,16 +146,12 @@ def test_other_names_in_a_folder_do_not_matter(folder: Path) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "commits/000000/000000000000.json",
-        "commits/000001/000000000002.json",
-        "commits/000000/000000000002.json.bak",
-        "commits/000000/2.json",
-        "snapshots/000000000002.snap.old",
-        "snapshots/999999999999.snap",
-        "snapshots/000000000000.snap",
-        "packs/00/11.pack",
+        "commits/000000/000000000000.json", "commits/000001/000000000002.json",
+        "commits/000000/000000000002.json.bak", "commits/000000/2.json",
+        "snapshots/000000000002.snap.old", "snapshots/999999999999.snap",
+        "snapshots/000000000000.snap", "packs/00/11.pack",
     ],
-)
+)  # fmt: skip
 def test_objects_with_names_like_those_of_the_store_do_not_matter(key: str) -> None:
     """A key that is not exactly one of the layout's is no commit and no snapshot."""
     backend = memory_with({})

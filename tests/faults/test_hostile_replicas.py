@@ -190,21 +190,14 @@ def test_a_replica_that_is_moved_while_it_is_open(tmp_path: Path, asked: _Asked)
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ("s3://b/p", "s3://b/p/", True),
-        ("s3://b/p", "s3a://b/p", True),
-        ("gs://b/p", "gcs://b/p", True),
-        ("s3://b/p", "s3://b/p2", False),
-        ("s3://b/p", "gs://b/p", False),
-        ("s3://b/p", "S3://b/p", True),
-        ("/a/b", "file:///a/b", True),
-        ("/a/b c", "file:///a/b%20c", True),
-        ("/a/b", "file://localhost/a/b", True),
-        ("/a/b/", "/a/b", True),
-        ("/a/b", "/a/c", False),
-        ("simplecache::s3://b", "s3://b", False),
-        ("http://h/p", "http://h:80/p", False),
+        ("s3://b/p", "s3://b/p/", True), ("s3://b/p", "s3a://b/p", True),
+        ("gs://b/p", "gcs://b/p", True), ("s3://b/p", "s3://b/p2", False),
+        ("s3://b/p", "gs://b/p", False), ("s3://b/p", "S3://b/p", True),
+        ("/a/b", "file:///a/b", True), ("/a/b c", "file:///a/b%20c", True),
+        ("/a/b", "file://localhost/a/b", True), ("/a/b/", "/a/b", True), ("/a/b", "/a/c", False),
+        ("simplecache::s3://b", "s3://b", False), ("http://h/p", "http://h:80/p", False),
     ],
-)
+)  # fmt: skip
 def test_which_places_are_one(one: str, other: str, same: bool) -> None:
     """By what they say; what is in doubt is another place."""
     assert same_place(one, other) is same

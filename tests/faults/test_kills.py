@@ -12,13 +12,10 @@ from shortening import is_short
 from soaking import soak_rounds, soak_seed
 
 PHASES = (
-    "killed before anything was written",
-    "killed while writing the pack",
-    "killed between pack and manifest",
-    "killed between manifest and commit",
-    "killed after the commit, before it returned",
-    "save returned before the kill",
-)
+    "killed before anything was written", "killed while writing the pack",
+    "killed between pack and manifest", "killed between manifest and commit",
+    "killed after the commit, before it returned", "save returned before the kill",
+)  # fmt: skip
 
 
 def campaign(folder: Path, *, rounds: int, seed: int, elements: int) -> dict[str, Any]:

@@ -105,19 +105,15 @@ def test_a_server_that_lies(server: WebServer, seed: int) -> None:
 _OK = b"HTTP/1.1 200 OK\r\n"
 _CHUNKED = _OK + b"Transfer-Encoding: chunked\r\n\r\n"
 RAW = {
-    "nothing": b"",
-    "noise": b"\x00\xff" * 1000,
-    "no head": b"hello world",
-    "a strange status": b"HTTP/9.9 999999 Hm\r\n\r\n",
-    "many headers": _OK + b"X: y\r\n" * 100_000,
+    "nothing": b"", "noise": b"\x00\xff" * 1000, "no head": b"hello world",
+    "a strange status": b"HTTP/9.9 999999 Hm\r\n\r\n", "many headers": _OK + b"X: y\r\n" * 100_000,
     "a long header": _OK + b"X: " + b"y" * 5_000_000,
     "two lengths": _OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
     "a cut body": _OK + b"Content-Length: 60000\r\n\r\nabc",
     "a body that does not end": _CHUNKED + (b"10000\r\n" + b"a" * 65536 + b"\r\n") * 100,
-    "no chunk": _CHUNKED + b"zzzz\r\n",
-    "a negative chunk": _CHUNKED + b"-5\r\nabc",
+    "no chunk": _CHUNKED + b"zzzz\r\n", "a negative chunk": _CHUNKED + b"-5\r\nabc",
     "a huge chunk": _CHUNKED + b"ffffffffffffff\r\nabc",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RAW)

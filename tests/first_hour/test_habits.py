@@ -176,17 +176,12 @@ def test_a_folder_of_the_trainer(store: ckptstore.Store, tmp_path: Path) -> None
     [
         ("epoch=3-step=500.ckpt", 500, {}),
         ("epoch=3-step=500-val_loss=1.25.ckpt", 500, {"val_loss": 1.25}),
-        ("epoch=3-val_loss=-1e-3.ckpt", 3, {"val_loss": -0.001}),
-        ("step_500.pt", 500, {}),
-        ("step-0500.safetensors", 500, {}),
-        ("checkpoint_12.pth", 12, {}),
-        ("iter_0000042", 42, {}),
-        ("global_step7", 7, {}),
-        ("last.ckpt", None, {}),
-        ("model.safetensors", None, {}),
+        ("epoch=3-val_loss=-1e-3.ckpt", 3, {"val_loss": -0.001}), ("step_500.pt", 500, {}),
+        ("step-0500.safetensors", 500, {}), ("checkpoint_12.pth", 12, {}), ("iter_0000042", 42, {}),
+        ("global_step7", 7, {}), ("last.ckpt", None, {}), ("model.safetensors", None, {}),
         ("steps_are_here.txt", None, {}),
     ],
-)
+)  # fmt: skip
 def test_names_say_steps_and_metrics(
     tmp_path: Path, name: str, step: int | None, metrics: dict[str, float]
 ) -> None:

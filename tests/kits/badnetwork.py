@@ -9,15 +9,11 @@ from ckptstore.config import SystemEnvironment
 __all__ = ["KINDS", "OFTEN", "SLOW", "Hasty", "hitting", "named"]
 
 KINDS = [
-    Fault(kind=Kind.RESET),
-    Fault(kind=Kind.LOST),
-    Fault(kind=Kind.CUT),
-    Fault(kind=Kind.STATUS),
+    Fault(kind=Kind.RESET), Fault(kind=Kind.LOST), Fault(kind=Kind.CUT), Fault(kind=Kind.STATUS),
     Fault(kind=Kind.STATUS, status=500, code="InternalError"),
-    Fault(kind=Kind.STATUS, status=403, code="AccessDenied"),
-    Fault(kind=Kind.STATUS_AFTER),
+    Fault(kind=Kind.STATUS, status=403, code="AccessDenied"), Fault(kind=Kind.STATUS_AFTER),
     Fault(kind=Kind.STATUS_AFTER, status=500, code="InternalError"),
-]
+]  # fmt: skip
 OFTEN = [fault for fault in KINDS if fault.status != 403]
 """Faults that a single retry overcomes."""
 SLOW = Fault(kind=Kind.DELAY, seconds=2.0)

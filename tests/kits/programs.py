@@ -24,16 +24,11 @@ __all__ = ["Program", "forkserver", "run_program"]
 _PRELOADED = (
     "torch",
     "torch._dynamo",  # a rank's first DTensor imports it, for over a second
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "ckptstore.backends.posix",
-    "ckptstore.integrations.dcp.reader",
-    "ckptstore.integrations.dcp.writer",
-    "ckptstore.states.lazy",
-    "ckptstore.states.save",
-    "ckptstore.store",
-)
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "ckptstore.backends.posix",
+    "ckptstore.integrations.dcp.reader", "ckptstore.integrations.dcp.writer",
+    "ckptstore.states.lazy", "ckptstore.states.save", "ckptstore.store",
+)  # fmt: skip
 
 
 def forkserver() -> ForkServerContext:

@@ -52,21 +52,15 @@ def _state(step: int) -> dict[str, Any]:
     weight = torch.randn(512, 600)
     weight[step] += step
     model = {
-        "embed.weight": weight,
-        "head.weight": weight,
-        "bf16": torch.randn(300, 300).to(torch.bfloat16),
-        "norm.scale": torch.full((), float(step)),
-        "empty": torch.zeros(0, 4),
-        "mask": torch.rand(1000) > 0.5,
+        "embed.weight": weight, "head.weight": weight,
+        "bf16": torch.randn(300, 300).to(torch.bfloat16), "norm.scale": torch.full((), float(step)),
+        "empty": torch.zeros(0, 4), "mask": torch.rand(1000) > 0.5,
         "nan": torch.tensor([math.nan, -math.inf, -0.0]),
-    }
+    }  # fmt: skip
     return {
-        "model": model,
-        "optimizer": {"exp_avg": torch.randn(512, 600) / (step + 1), "step": step},
-        "rng": torch.get_rng_state(),
-        "epoch": step,
-        "schedule": [0.1, {"warmup": 10}],
-    }
+        "model": model, "optimizer": {"exp_avg": torch.randn(512, 600) / (step + 1), "step": step},
+        "rng": torch.get_rng_state(), "epoch": step, "schedule": [0.1, {"warmup": 10}],
+    }  # fmt: skip
 
 
 _SAID: Final = ((3.0, "auto"), (2.0, "delta"), (math.nan, "raw"), (math.inf, "planes"))

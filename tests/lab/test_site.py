@@ -19,17 +19,13 @@ pytestmark = pytest.mark.lab
 WIDE, PHONE = (1280, 900), (390, 844)
 LOOKS = {"light": (WIDE, False), "dark": (WIDE, True), "phone": (PHONE, False)}
 PAGES = {
-    "index.html": "stores training checkpoints",
-    "docs/index.html": "How to",
+    "index.html": "stores training checkpoints", "docs/index.html": "How to",
     "docs/quickstart.html": "In ten minutes you create a store",
-    "docs/cheat-sheet.html": "Cheat sheet",
-    "docs/howto/coming-from.html": "torch.save",
-    "docs/concepts/pictures.html": "Pictures",
-    "docs/concepts/cost-on-s3.html": "requests",
-    "docs/reference/cli.html": "ckptstore gc",
-    "docs/reference/api.html": "ckptstore.open",
+    "docs/cheat-sheet.html": "Cheat sheet", "docs/howto/coming-from.html": "torch.save",
+    "docs/concepts/pictures.html": "Pictures", "docs/concepts/cost-on-s3.html": "requests",
+    "docs/reference/cli.html": "ckptstore gc", "docs/reference/api.html": "ckptstore.open",
     "CHANGELOG.html": "Unreleased",
-}
+}  # fmt: skip
 """Main pages, each with a text that a reader sees on it."""
 SEARCH = """new Promise((resolve, reject) => {
   const input = document.querySelector('.md-search__input')

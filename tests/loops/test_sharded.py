@@ -62,14 +62,11 @@ ADAPTERS = ("lora_", "modules_to_save")
 
 
 TRAINED = (
-    (trainers.accelerate, "fsdp2 lora"),
-    (trainers.accelerate, "fsdp2 full lora"),
-    (trainers.accelerate, "fsdp1 lora"),
-    (trainers.trainer, "fsdp2 lora"),
-    (trainers.trainer, "fsdp2 full lora"),
-    (trainers.lightning, "parts frozen"),
+    (trainers.accelerate, "fsdp2 lora"), (trainers.accelerate, "fsdp2 full lora"),
+    (trainers.accelerate, "fsdp1 lora"), (trainers.trainer, "fsdp2 lora"),
+    (trainers.trainer, "fsdp2 full lora"), (trainers.lightning, "parts frozen"),
     (trainers.lightning, "full frozen"),
-)
+)  # fmt: skip
 
 
 def test_what_is_trained_alone_resumes_at_any_size(tmp_path: Path) -> None:

@@ -37,17 +37,12 @@ from ckptstore.repo import create_on
 Stores = Callable[..., ckptstore.Store]
 
 FORMS = {
-    "model.weight": Form(of="optimizer.master"),
-    "model.conv": Form(code="linear", block=64),
-    "model.bias": Form(to="float8_e5m2"),
-    "optimizer.m": Form(code="dynamic-signed"),
-    "optimizer.v": Form(code="dynamic-unsigned", block=100),
-    "optimizer.half": Form(to="bfloat16"),
-    "optimizer.double": Form(to="float32"),
-    "optimizer.brain": Form(code="linear", block=2048),
-    "empty": Form(to="bfloat16"),
-    "scalar": Form(code="linear"),
-}
+    "model.weight": Form(of="optimizer.master"), "model.conv": Form(code="linear", block=64),
+    "model.bias": Form(to="float8_e5m2"), "optimizer.m": Form(code="dynamic-signed"),
+    "optimizer.v": Form(code="dynamic-unsigned", block=100), "optimizer.half": Form(to="bfloat16"),
+    "optimizer.double": Form(to="float32"), "optimizer.brain": Form(code="linear", block=2048),
+    "empty": Form(to="bfloat16"), "scalar": Form(code="linear"),
+}  # fmt: skip
 
 
 def state() -> dict[str, Any]:

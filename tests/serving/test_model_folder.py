@@ -129,20 +129,14 @@ def _odd_state() -> dict[str, Any]:
     torch.manual_seed(1)
     base = torch.randn(20, 10)
     return {
-        "wide": torch.randn(3_000, 1_001),
-        "half": torch.randn(7, 5).to(torch.bfloat16),
+        "wide": torch.randn(3_000, 1_001), "half": torch.randn(7, 5).to(torch.bfloat16),
         "turned": torch.randn(64, 32).t(),
         "channels": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-        "rows": base[2:5],
-        "columns": base[:, 1:3],
-        "bytes": base.flatten()[4:9].view(torch.uint8)[1:7],
-        "scalar": torch.tensor(3.0),
-        "none": torch.zeros(0, 4),
-        "whole": torch.arange(9),
-        "flags": torch.tensor([True, False]),
-        "wide8": torch.randn(33).to(torch.float8_e4m3fn),
-        "f64": torch.randn(5).double(),
-    }
+        "rows": base[2:5], "columns": base[:, 1:3],
+        "bytes": base.flatten()[4:9].view(torch.uint8)[1:7], "scalar": torch.tensor(3.0),
+        "none": torch.zeros(0, 4), "whole": torch.arange(9), "flags": torch.tensor([True, False]),
+        "wide8": torch.randn(33).to(torch.float8_e4m3fn), "f64": torch.randn(5).double(),
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -102,11 +102,8 @@ def test_the_streamer_of_runai_reads_from_s3(
     names = sorted(path.name for path in exported.glob("*.safetensors"))
     places = [f"s3://store/gpt/best:val_loss/{name}" for name in names]
     around = {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_ACCESS_KEY_ID": "ckptstore",
-        "AWS_SECRET_ACCESS_KEY": "any",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
-    }
+        "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "ckptstore",
+        "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true", "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    }  # fmt: skip
     _check(_read(sys.executable, _STREAM, tmp_path, *places, **around), exported)

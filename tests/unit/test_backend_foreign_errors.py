@@ -50,55 +50,25 @@ ERRORS: list[Exception] = [
         error=urllib3.exceptions.NewConnectionError(None, "x"),  # type: ignore[arg-type]
     ),
     boto.HTTPClientError(error=OSError()),
-    boto.IncompleteReadError(actual_bytes=1, expected_bytes=2),
-    http.client.IncompleteRead(b"x"),
-    urllib3.exceptions.ProtocolError("x"),
-    boto.ConnectTimeoutError(endpoint_url="x"),
-    boto.ReadTimeoutError(endpoint_url="x"),
-    boto.ConnectionClosedError(endpoint_url="x"),
-    boto.SSLError(endpoint_url="x", error="x"),
-    boto.ParamValidationError(report="x"),
-    boto.NoCredentialsError(),
-    boto.ProfileNotFound(profile="x"),
-    client_error(400, "BadDigest"),
-    client_error(403, "AccessDenied"),
-    client_error(404, "NoSuchBucket"),
-    client_error(418, "Teapot"),
-    client_error(0, ""),
-    aiohttp.ClientPayloadError(),
-    aiohttp.ServerDisconnectedError(),
-    aiohttp.ServerTimeoutError(),
-    aiohttp.InvalidURL("x"),
+    boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), http.client.IncompleteRead(b"x"),
+    urllib3.exceptions.ProtocolError("x"), boto.ConnectTimeoutError(endpoint_url="x"),
+    boto.ReadTimeoutError(endpoint_url="x"), boto.ConnectionClosedError(endpoint_url="x"),
+    boto.SSLError(endpoint_url="x", error="x"), boto.ParamValidationError(report="x"),
+    boto.NoCredentialsError(), boto.ProfileNotFound(profile="x"), client_error(400, "BadDigest"),
+    client_error(403, "AccessDenied"), client_error(404, "NoSuchBucket"),
+    client_error(418, "Teapot"), client_error(0, ""), aiohttp.ClientPayloadError(),
+    aiohttp.ServerDisconnectedError(), aiohttp.ServerTimeoutError(), aiohttp.InvalidURL("x"),
     google.auth.exceptions.RefreshError("x"),  # type: ignore[no-untyped-call]
     google.auth.exceptions.TransportError("x"),  # type: ignore[no-untyped-call]
-    azure.ServiceRequestError("x"),
-    azure.ServiceResponseError("x"),
-    azure.ServiceResponseTimeoutError("x"),
-    azure.IncompleteReadError("x"),
-    azure.DecodeError("x"),
-    azure.HttpResponseError("x"),
-    azure.ClientAuthenticationError("x"),
-    azure.AzureError("x"),
-    FSTimeoutError(),
-    TimeoutError(),
-    socket.gaierror(-2, "x"),
-    OSError(errno.EIO, "x"),
-    OSError("no number"),
-    FileNotFoundError("x"),
-    FileExistsError("x"),
-    IsADirectoryError("x"),
-    PermissionError("x"),
-    ConnectionResetError("x"),
-    EOFError(),
-    KeyError("x"),
-    TypeError("x"),
-    ValueError("x"),
-    RuntimeError("x"),
-    NotImplementedError("x"),
-    ImportError("x"),
-    AttributeError("x"),
-    UnicodeDecodeError("utf-8", b"x", 0, 1, "x"),
-]
+    azure.ServiceRequestError("x"), azure.ServiceResponseError("x"),
+    azure.ServiceResponseTimeoutError("x"), azure.IncompleteReadError("x"), azure.DecodeError("x"),
+    azure.HttpResponseError("x"), azure.ClientAuthenticationError("x"), azure.AzureError("x"),
+    FSTimeoutError(), TimeoutError(), socket.gaierror(-2, "x"), OSError(errno.EIO, "x"),
+    OSError("no number"), FileNotFoundError("x"), FileExistsError("x"), IsADirectoryError("x"),
+    PermissionError("x"), ConnectionResetError("x"), EOFError(), KeyError("x"), TypeError("x"),
+    ValueError("x"), RuntimeError("x"), NotImplementedError("x"), ImportError("x"),
+    AttributeError("x"), UnicodeDecodeError("utf-8", b"x", 0, 1, "x"),
+]  # fmt: skip
 
 
 class Broken:
@@ -158,15 +128,12 @@ def write(backend: Backend) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Backend], object]] = {
-    "put": lambda b: b.put("a", b"x"),
-    "put_if_absent": lambda b: b.put_if_absent("a", b"x"),
-    "open_writer": write,
-    "get": lambda b: b.get("a", bytes_max=9),
+    "put": lambda b: b.put("a", b"x"), "put_if_absent": lambda b: b.put_if_absent("a", b"x"),
+    "open_writer": write, "get": lambda b: b.get("a", bytes_max=9),
     "read_into": lambda b: b.read_into("a", 0, [memoryview(bytearray(1))]),
-    "list": lambda b: list(b.list("")),
-    "stat": lambda b: b.stat("a"),
+    "list": lambda b: list(b.list("")), "stat": lambda b: b.stat("a"),
     "delete": lambda b: b.delete("a"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -218,18 +218,13 @@ def test_every_system_call_failing(method: str, disk: Disk) -> None:
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.ENOSPC, errors.StorageFullError),
-        (errno.EDQUOT, errors.StorageFullError),
-        (errno.EACCES, errors.StoragePermissionError),
-        (errno.EROFS, errors.StoragePermissionError),
-        (errno.EIO, errors.StorageError),
-        (errno.ETIMEDOUT, errors.TransientStorageError),
-        (errno.ESTALE, errors.TransientStorageError),
-        (errno.EAGAIN, errors.TransientStorageError),
-        (errno.ENAMETOOLONG, errors.InvalidUrlError),
-        (errno.ENOENT, errors.StorageError),
+        (errno.ENOSPC, errors.StorageFullError), (errno.EDQUOT, errors.StorageFullError),
+        (errno.EACCES, errors.StoragePermissionError), (errno.EROFS, errors.StoragePermissionError),
+        (errno.EIO, errors.StorageError), (errno.ETIMEDOUT, errors.TransientStorageError),
+        (errno.ESTALE, errors.TransientStorageError), (errno.EAGAIN, errors.TransientStorageError),
+        (errno.ENAMETOOLONG, errors.InvalidUrlError), (errno.ENOENT, errors.StorageError),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
 def test_numbers_are_typed(
     call: str, number: int, expected: type[errors.CkptStoreError], disk: Disk

@@ -146,19 +146,14 @@ def test_bad_locations(location: str) -> None:
 @pytest.mark.parametrize(
     ("location", "said"),
     [
-        ("", "the URL is empty -- is CKPTSTORE_URL set"),
-        ("s3:/bucket/x", "did you mean s3://"),
-        ("file:/data/x", "did you mean file:///"),
-        ("file:x", "did you mean file:///"),
+        ("", "the URL is empty -- is CKPTSTORE_URL set"), ("s3:/bucket/x", "did you mean s3://"),
+        ("file:/data/x", "did you mean file:///"), ("file:x", "did you mean file:///"),
         ("memory:x", "did you mean memory://...? A folder of this name is ./memory:..."),
-        ("S3:bucket/x", "did you mean S3://"),
-        ("https:host/x", "did you mean https://"),
-        ("C:\\ckpts", "a drive of Windows"),
-        ("d:/ckpts", "a drive of Windows"),
-        ("zip://x.zip", "write zip://::FILE"),
-        ("tar://x.tar", "write tar://::FILE"),
+        ("S3:bucket/x", "did you mean S3://"), ("https:host/x", "did you mean https://"),
+        ("C:\\ckpts", "a drive of Windows"), ("d:/ckpts", "a drive of Windows"),
+        ("zip://x.zip", "write zip://::FILE"), ("tar://x.tar", "write tar://::FILE"),
     ],
-)
+)  # fmt: skip
 def test_typos_are_named(location: str, said: str) -> None:
     """What was surely meant otherwise is not taken for a path, and the message says what to do."""
     with pytest.raises(InvalidUrlError, match=re.escape(said)):

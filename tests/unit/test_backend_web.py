@@ -286,15 +286,11 @@ def test_tls(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "url",
     [
-        f"https://me:{SECRET}@host/store",
-        f"https://host/store?token={SECRET}",
-        f"https://host/store#{SECRET}",
-        f"https:///{SECRET}",
-        f"https://host:port/{SECRET}",
-        f"https://[host/{SECRET}",
-        f"https://host/\n{SECRET}",
+        f"https://me:{SECRET}@host/store", f"https://host/store?token={SECRET}",
+        f"https://host/store#{SECRET}", f"https:///{SECRET}", f"https://host:port/{SECRET}",
+        f"https://[host/{SECRET}", f"https://host/\n{SECRET}",
     ],
-)
+)  # fmt: skip
 def test_urls_that_are_refused(url: str) -> None:
     """A URL with credentials, a query or no host is refused, and not repeated."""
     with pytest.raises(errors.InvalidUrlError, match="https://host/path") as caught:

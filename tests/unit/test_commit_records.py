@@ -77,15 +77,12 @@ def hostile(**changes: Any) -> bytes:  # noqa: ANN401 - any JSON
 @pytest.mark.parametrize(
     "op",
     [
-        SAVE,
-        CreateRun(run="a/b=1", metrics={"loss": "min", "acc@5": "max"}),
-        Declare(run="gpt", metrics={"bleu": "max"}),
-        Annotate(version=ID, metrics={"bleu": 31.0}),
-        Tag(run="gpt", tag="release-1", version=ID),
-        Untag(run="gpt", tag="release-1"),
+        SAVE, CreateRun(run="a/b=1", metrics={"loss": "min", "acc@5": "max"}),
+        Declare(run="gpt", metrics={"bleu": "max"}), Annotate(version=ID, metrics={"bleu": 31.0}),
+        Tag(run="gpt", tag="release-1", version=ID), Untag(run="gpt", tag="release-1"),
     ],
     ids=lambda op: type(op).__name__,
-)
+)  # fmt: skip
 def test_every_operation_survives(op: Op) -> None:
     """An operation comes back equal, with number, digest and write id."""
     data, commit = encode_commit(body(op, number=42))
@@ -266,27 +263,10 @@ def test_run_names_of_practice_are_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        " ",
-        "a b",
-        "a\n",
-        "a@b",
-        "#a",
-        "~a",
-        "-a",
-        ".",
-        "..",
-        "a/../b",
-        "a//b",
-        "a/",
-        "/a",
-        "a\x00",
-        "a" * 201,
-        "é",
-        "\u202ea",
-        "a\u200b",
+        "", " ", "a b", "a\n", "a@b", "#a", "~a", "-a", ".", "..", "a/../b", "a//b", "a/", "/a",
+        "a\x00", "a" * 201, "é", "\u202ea", "a\u200b",
     ],
-)
+)  # fmt: skip
 def test_run_names_that_would_confuse_are_refused(name: str) -> None:
     """Names that clash with refs, paths or terminals are refused."""
     with pytest.raises(InvalidInputError):

@@ -394,14 +394,11 @@ def test_small_tensors_stay() -> None:
 
 
 SECOND = [
-    ("optimizer", "state", 0, "exp_avg_sq"),
-    ("optimizer", "state", 0, "max_exp_avg_sq"),
-    ("optimizer", "state", 0, "square_avg"),
-    ("optimizer", "state", 0, "exp_avg_sq_row"),
-    ("optimizer", "state", "w", "sum"),
-    ("optimizer", "nu"),
+    ("optimizer", "state", 0, "exp_avg_sq"), ("optimizer", "state", 0, "max_exp_avg_sq"),
+    ("optimizer", "state", 0, "square_avg"), ("optimizer", "state", 0, "exp_avg_sq_row"),
+    ("optimizer", "state", "w", "sum"), ("optimizer", "nu"),
     ("optimizer", "state.model.w.exp_avg_sq"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SECOND, ids=lambda path: str(path[-1]))

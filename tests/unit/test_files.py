@@ -165,13 +165,10 @@ def test_dtype_that_the_format_lacks_is_an_error_with_its_path(
 @pytest.mark.parametrize(
     ("name", "better"),
     [
-        ("model.pt", "model.safetensors"),
-        ("pytorch_model.bin", "pytorch_model.safetensors"),
-        ("-", "NAME.safetensors"),
-        ("exp3", "exp3.safetensors"),
-        ("", "model.safetensors"),
+        ("model.pt", "model.safetensors"), ("pytorch_model.bin", "pytorch_model.safetensors"),
+        ("-", "NAME.safetensors"), ("exp3", "exp3.safetensors"), ("", "model.safetensors"),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_named_as_what_it_is(
     store: Store, tmp_path: Path, name: str, better: str
 ) -> None:

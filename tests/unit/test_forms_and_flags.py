@@ -20,15 +20,9 @@ from ckptstore.repo import create_on
 from ckptstore.store import Store
 
 FORMS = {
-    "latest": "r",
-    "step": "r@3",
-    "tag": "r@t",
-    "back": "r@~0",
-    "back 1": "r@~1",
-    "best": "r@best:loss",
-    "valid": "r@latest-valid",
-    "id": "#{0}",
-}
+    "latest": "r", "step": "r@3", "tag": "r@t", "back": "r@~0", "back 1": "r@~1",
+    "best": "r@best:loss", "valid": "r@latest-valid", "id": "#{0}",
+}  # fmt: skip
 """Refs of each kind: all but ``~1`` name the head."""
 
 

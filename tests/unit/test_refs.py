@@ -33,26 +33,19 @@ def accepted(check: Callable[[str], str], text: str) -> bool:
 @pytest.mark.parametrize(
     ("text", "run", "kind", "value", "number"),
     [
-        ("gpt", "gpt", "latest", "", 0),
-        ("gpt@latest", "gpt", "latest", "", 0),
-        ("gpt@1200", "gpt", "step", "", 1200),
-        ("gpt@0", "gpt", "step", "", 0),
+        ("gpt", "gpt", "latest", "", 0), ("gpt@latest", "gpt", "latest", "", 0),
+        ("gpt@1200", "gpt", "step", "", 1200), ("gpt@0", "gpt", "step", "", 0),
         ("gpt@best:val_loss", "gpt", "best", "val_loss", 0),
         ("gpt@best:acc@5", "gpt", "best", "acc@5", 0),
         ("gpt@best:eval loss", "gpt", "best", "eval loss", 0),
-        ("gpt@release-1", "gpt", "tag", "release-1", 0),
-        ("gpt@v1200", "gpt", "tag", "v1200", 0),
-        ("gpt@bestest", "gpt", "tag", "bestest", 0),
-        ("gpt@best:a<9", "gpt", "best", "a<9", 0),
-        ("gpt@best<9:a<9:b", "gpt", "best", "a<9:b", 0),
-        ("gpt@~2", "gpt", "back", "", 2),
-        ("1200", "1200", "latest", "", 0),
-        ("latest", "latest", "latest", "", 0),
-        ("a/b=1@x", "a/b=1", "tag", "x", 0),
-        ("#3FA9c1", "", "id", "3fa9c1", 0),
+        ("gpt@release-1", "gpt", "tag", "release-1", 0), ("gpt@v1200", "gpt", "tag", "v1200", 0),
+        ("gpt@bestest", "gpt", "tag", "bestest", 0), ("gpt@best:a<9", "gpt", "best", "a<9", 0),
+        ("gpt@best<9:a<9:b", "gpt", "best", "a<9:b", 0), ("gpt@~2", "gpt", "back", "", 2),
+        ("1200", "1200", "latest", "", 0), ("latest", "latest", "latest", "", 0),
+        ("a/b=1@x", "a/b=1", "tag", "x", 0), ("#3FA9c1", "", "id", "3fa9c1", 0),
         ("#" + "a" * 32, "", "id", "a" * 32, 0),
     ],
-)
+)  # fmt: skip
 def test_the_grammar(text: str, run: str, kind: str, value: str, number: int) -> None:
     """Each form is read as documented."""
     ref = parse_ref(text)
@@ -62,14 +55,11 @@ def test_the_grammar(text: str, run: str, kind: str, value: str, number: int) ->
 @pytest.mark.parametrize(
     ("text", "step_min", "step_max"),
     [
-        ("gpt@best:loss", 0, None),
-        ("gpt@best<9000:loss", 0, 8999),
-        ("gpt@best<=9000:loss", 0, 9000),
-        ("gpt@best>100:loss", 101, None),
-        ("gpt@best>=100<200:loss", 100, 199),
-        ("gpt@best<200>=100<=150:loss", 100, 150),
+        ("gpt@best:loss", 0, None), ("gpt@best<9000:loss", 0, 8999),
+        ("gpt@best<=9000:loss", 0, 9000), ("gpt@best>100:loss", 101, None),
+        ("gpt@best>=100<200:loss", 100, 199), ("gpt@best<200>=100<=150:loss", 100, 150),
     ],
-)
+)  # fmt: skip
 def test_bounds_of_best(text: str, step_min: int, step_max: int | None) -> None:
     """Bounds stand before the colon, so that a metric may hold any sign; several all hold."""
     ref = parse_ref(text)
@@ -80,14 +70,10 @@ def test_bounds_of_best(text: str, step_min: int, step_max: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("latest", "latest"),
-        ("1200", "step"),
-        ("best:acc@5", "best"),
-        ("release", "tag"),
-        ("~0", "back"),
-        ("#3fa9", "id"),
+        ("latest", "latest"), ("1200", "step"), ("best:acc@5", "best"), ("release", "tag"),
+        ("~0", "back"), ("#3fa9", "id"),
     ],
-)
+)  # fmt: skip
 def test_inside_a_run_the_relative_part_stands_alone(text: str, kind: str) -> None:
     """The same forms, without the run's name."""
     ref = parse_ref(text, run="gpt")
@@ -97,39 +83,22 @@ def test_inside_a_run_the_relative_part_stands_alone(text: str, kind: str) -> No
 @pytest.mark.parametrize(
     ("text", "run", "position", "said"),
     [
-        ("", "", 1, "characters"),
-        ("", "gpt", 1, "characters"),
-        ("x" * 1000, "", 1, "characters"),
-        ("@latest", "", 1, "run name"),
-        ("a b@latest", "", 1, "run name"),
-        ("~2", "", 1, "run name"),
-        ("gpt@", "", 5, "nothing follows"),
-        ("gpt@~", "", 6, "number"),
-        ("gpt@~x", "", 6, "number"),
-        ("gpt@~-1", "", 6, "number"),
-        ("gpt@best:", "", 10, "metric"),
-        ("gpt@best", "", 9, "metric"),
-        ("gpt@best<:loss", "", 9, "a bound is"),
-        ("gpt@best<9000", "", 14, "colon"),
-        ("gpt@best<9000:", "", 15, "metric"),
-        ("gpt@best<9<-1:loss", "", 11, "a bound is"),
-        ("gpt@best<0:loss", "", 9, "no step"),
-        ("gpt@best>5<5:loss", "", 9, "no step"),
-        ("gpt@a@b", "", 6, "second @"),
-        ("gpt@latest", "gpt", 4, "leave out its name"),
-        ("gpt@#3fa9", "", 5, "stands alone"),
-        ("gpt@a b", "", 5, "tag"),
-        ("gpt@-1", "", 5, "~1 counts back"),
-        ("gpt@-x", "", 5, "tag"),
-        ("gpt@" + "9" * 20, "", 5, "above"),
-        ("gpt@~" + "9" * 19, "", 6, "above"),
-        ("#", "", 2, "hex digits"),
-        ("#abc", "", 2, "hex digits"),
-        ("#" + "a" * 33, "", 2, "hex digits"),
-        ("#3fa9xy", "", 6, "not a hex digit"),
+        ("", "", 1, "characters"), ("", "gpt", 1, "characters"), ("x" * 1000, "", 1, "characters"),
+        ("@latest", "", 1, "run name"), ("a b@latest", "", 1, "run name"),
+        ("~2", "", 1, "run name"), ("gpt@", "", 5, "nothing follows"), ("gpt@~", "", 6, "number"),
+        ("gpt@~x", "", 6, "number"), ("gpt@~-1", "", 6, "number"), ("gpt@best:", "", 10, "metric"),
+        ("gpt@best", "", 9, "metric"), ("gpt@best<:loss", "", 9, "a bound is"),
+        ("gpt@best<9000", "", 14, "colon"), ("gpt@best<9000:", "", 15, "metric"),
+        ("gpt@best<9<-1:loss", "", 11, "a bound is"), ("gpt@best<0:loss", "", 9, "no step"),
+        ("gpt@best>5<5:loss", "", 9, "no step"), ("gpt@a@b", "", 6, "second @"),
+        ("gpt@latest", "gpt", 4, "leave out its name"), ("gpt@#3fa9", "", 5, "stands alone"),
+        ("gpt@a b", "", 5, "tag"), ("gpt@-1", "", 5, "~1 counts back"), ("gpt@-x", "", 5, "tag"),
+        ("gpt@" + "9" * 20, "", 5, "above"), ("gpt@~" + "9" * 19, "", 6, "above"),
+        ("#", "", 2, "hex digits"), ("#abc", "", 2, "hex digits"),
+        ("#" + "a" * 33, "", 2, "hex digits"), ("#3fa9xy", "", 6, "not a hex digit"),
         ("gpt@٣", "", 5, "digits"),
     ],
-)
+)  # fmt: skip
 def test_errors_have_position_and_reason(text: str, run: str, position: int, said: str) -> None:
     """Whoever mistypes learns where and why."""
     with pytest.raises(errors.InvalidRefError, match=f"character {position}:") as caught:
@@ -183,23 +152,12 @@ def catalog(memory: MemoryBackend, saving: Saving) -> Catalog:
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("gpt", 5),
-        ("gpt@latest", 5),
-        ("gpt@~0", 5),
-        ("gpt@~1", 4),
-        ("gpt@~4", 1),
-        ("gpt@100", 1),
-        ("gpt@300", 5),
-        ("gpt@good", 2),
-        ("gpt@best:val_loss", 2),
-        ("gpt@best:acc", 3),
-        ("gpt@best<200:val_loss", 1),
-        ("gpt@best>200:val_loss", 4),
-        ("gpt@best>200<=300:val_loss", 5),
-        ("ft", 6),
-        ("#" + "0" * 31 + "4", 4),
+        ("gpt", 5), ("gpt@latest", 5), ("gpt@~0", 5), ("gpt@~1", 4), ("gpt@~4", 1), ("gpt@100", 1),
+        ("gpt@300", 5), ("gpt@good", 2), ("gpt@best:val_loss", 2), ("gpt@best:acc", 3),
+        ("gpt@best<200:val_loss", 1), ("gpt@best>200:val_loss", 4),
+        ("gpt@best>200<=300:val_loss", 5), ("ft", 6), ("#" + "0" * 31 + "4", 4),
     ],
-)
+)  # fmt: skip
 def test_what_each_form_names(catalog: Catalog, text: str, number: int) -> None:
     """Head, steps (the newer of two), tags, best (ties: the earliest step) and ids."""
     assert resolve(catalog, parse_ref(text)).id == f"{number:032x}"

@@ -157,18 +157,13 @@ def story() -> Story:
 @pytest.mark.parametrize(
     ("rules", "steps"),
     [
-        ("last 1", [1000]),
-        ("last 3", [800, 900, 1000]),
-        ("last 99", list(range(100, 1100, 100))),
-        ("every 300 steps", [100, 300, 600, 900, 1000]),
-        ("every 1000 steps", [100, 1000]),
-        ("best 1 loss", [600, 1000]),
-        ("best 3 loss", [500, 600, 700, 1000]),
-        ("within 3h", [800, 900, 1000]),
-        ("last 1, best 1 loss", [600, 1000]),
+        ("last 1", [1000]), ("last 3", [800, 900, 1000]), ("last 99", list(range(100, 1100, 100))),
+        ("every 300 steps", [100, 300, 600, 900, 1000]), ("every 1000 steps", [100, 1000]),
+        ("best 1 loss", [600, 1000]), ("best 3 loss", [500, 600, 700, 1000]),
+        ("within 3h", [800, 900, 1000]), ("last 1, best 1 loss", [600, 1000]),
         ("all", list(range(100, 1100, 100))),
     ],
-)
+)  # fmt: skip
 def test_each_rule_alone(story: Story, rules: str, steps: list[int]) -> None:
     """A rule keeps what it says, and the head besides."""
     assert kept(story.plan(full=rules)) == steps
@@ -481,23 +476,17 @@ def test_durations_read_back(seconds: int) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("last 3", Last(3)),
-        ("every 1000 steps", EverySteps(1000)),
-        ("every 1 step", EverySteps(1)),
-        ("every 6h", EveryTime(21_600)),
-        ("every 1d12h", EveryTime(129_600)),
-        ("within 2w", Within(1_209_600)),
+        ("last 3", Last(3)), ("every 1000 steps", EverySteps(1000)),
+        ("every 1 step", EverySteps(1)), ("every 6h", EveryTime(21_600)),
+        ("every 1d12h", EveryTime(129_600)), ("within 2w", Within(1_209_600)),
         ("best 5 val_loss", Best(5, "val_loss")),
         ("best 5 acc@5 missing keep", Best(5, "acc@5", "keep")),
-        ("best 5 acc missing drop", Best(5, "acc")),
-        ("best 1 missing", Best(1, "missing")),
+        ("best 5 acc missing drop", Best(5, "acc")), ("best 1 missing", Best(1, "missing")),
         ("best 1 missing missing keep", Best(1, "missing", "keep")),
-        ('best 2 "eval loss, dev"', Best(2, "eval loss, dev")),
-        ("tagged", Tagged()),
-        ("abandoned 7d", Abandoned(604_800)),
-        ("all", All()),
+        ('best 2 "eval loss, dev"', Best(2, "eval loss, dev")), ("tagged", Tagged()),
+        ("abandoned 7d", Abandoned(604_800)), ("all", All()),
     ],
-)
+)  # fmt: skip
 def test_each_rule(text: str, rule: Rule) -> None:
     """Each form is read as documented."""
     assert parse_rules(text) == (rule,)
@@ -506,27 +495,18 @@ def test_each_rule(text: str, rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "said"),
     [
-        ("", 1, "a rule must follow"),
-        ("newest 3", 1, "not a rule"),
-        ("last", 5, "a number must follow"),
-        ("last 0", 6, "from 1 on"),
-        ("last -1", 6, "from 1 on"),
-        ("last " + "9" * 19, 6, "from 1 on"),
-        ("every 1000", 11, "must follow"),
-        ("every 1000, all", 11, "steps"),
-        ("every 6x", 7, "duration"),
-        ("within 0h", 8, "duration"),
-        ("best 3", 7, "a metric must follow"),
-        ("best 3, all", 7, "a metric must follow"),
-        ('best 3 ""', 8, "name of a metric"),
-        ('best 3 "a', 8, "quote"),
+        ("", 1, "a rule must follow"), ("newest 3", 1, "not a rule"),
+        ("last", 5, "a number must follow"), ("last 0", 6, "from 1 on"),
+        ("last -1", 6, "from 1 on"), ("last " + "9" * 19, 6, "from 1 on"),
+        ("every 1000", 11, "must follow"), ("every 1000, all", 11, "steps"),
+        ("every 6x", 7, "duration"), ("within 0h", 8, "duration"),
+        ("best 3", 7, "a metric must follow"), ("best 3, all", 7, "a metric must follow"),
+        ('best 3 ""', 8, "name of a metric"), ('best 3 "a', 8, "quote"),
         ("best 3 a missing", 17, "keep or drop must follow"),
-        ("best 3 a missing maybe", 18, "keep or drop"),
-        ("last 3 all", 8, "comma"),
-        ("last 3,", 8, "a rule must follow"),
-        (", all", 1, "not a rule"),
+        ("best 3 a missing maybe", 18, "keep or drop"), ("last 3 all", 8, "comma"),
+        ("last 3,", 8, "a rule must follow"), (", all", 1, "not a rule"),
     ],
-)
+)  # fmt: skip
 def test_errors_have_place_and_reason(text: str, place: int, said: str) -> None:
     """Whoever mistypes learns where and why."""
     with pytest.raises(InvalidInputError, match=f"at character {place}:") as caught:

@@ -292,17 +292,12 @@ def _error(code: str) -> bytes:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (403, _error("RequestTimeTooSkewed")),
-        (400, _error("ExpiredToken")),
-        (404, _error("NoSuchUpload")),
-        (404, b""),
-        (409, _error("OperationAborted")),
-        (416, _error("InvalidRange")),
-        (500, b"<html>"),
-        (503, _error("SlowDown")),
+        (403, _error("RequestTimeTooSkewed")), (400, _error("ExpiredToken")),
+        (404, _error("NoSuchUpload")), (404, b""), (409, _error("OperationAborted")),
+        (416, _error("InvalidRange")), (500, b"<html>"), (503, _error("SlowDown")),
         (429, b"no XML"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("method", ["upload_part", "get_object"])
 def test_an_error_of_a_thin_request_is_that_of_the_client(
     method: str, status: int, body: bytes
@@ -370,16 +365,11 @@ def test_a_truncated_error_is_no_answer() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}},
-        {"session": object()},
-        {"cache_regions": True},
-        {"anon": "true"},
-        {"client_kwargs": {"config": object()}},
-        {"client_kwargs": "region"},
-        {"something_new": 1},
-        {"key": "a", "username": "b"},
+        {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}}, {"session": object()},
+        {"cache_regions": True}, {"anon": "true"}, {"client_kwargs": {"config": object()}},
+        {"client_kwargs": "region"}, {"something_new": 1}, {"key": "a", "username": "b"},
     ],
-)
+)  # fmt: skip
 def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, Any]) -> None:
     """An option that is not surely understood is s3fs's; asking for botocore alone is refused."""
     assert read_settings(options) is None

@@ -113,22 +113,30 @@ def test_what_a_child_tells_cannot_be_followed(
 
 
 # --- messages that cannot be sent ---------------------------------------------------------------
+def _refuse(
+    patch: pytest.MonkeyPatch, kind: type[object], number: int, times: int = sys.maxsize
+) -> list[object]:
+    """Let the sending of a kind of message fail so often; return those that were not sent."""
+    send = Channel.send
+    refused: list[object] = []
+
+    def sending(channel: Channel, message: object, fd: int = -1) -> None:
+        if isinstance(message, kind) and len(refused) < times:
+            refused.append(message)
+            raise OSError(number, os.strerror(number))
+        send(channel, message, fd)
+
+    patch.setattr(Channel, "send", sending)
+    return refused
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", [Lend, SaveJob, Compare])
 def test_a_message_that_cannot_be_sent_fails_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[object]
 ) -> None:
     """No descriptor is left: the save fails with a typed error, and the next one is durable."""
-    send = Channel.send
-    refused: list[object] = []
-
-    def sending(channel: Channel, message: object, fd: int = -1) -> None:
-        if isinstance(message, kind) and not refused:
-            refused.append(message)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        send(channel, message, fd)
-
-    monkeypatch.setattr(Channel, "send", sending)
+    refused = _refuse(monkeypatch, kind, errno.EMFILE, times=1)
     with ckptstore.open(tmp_path / "s", create=True, engine="process") as store:
         run = store.run("gpt")
         with pytest.raises(LimitError, match="cannot be handed to the process"):
@@ -143,14 +151,7 @@ def test_a_child_that_cannot_be_told_the_end_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the stream tells it as much: what is under way becomes durable, close returns."""
-    send = Channel.send
-
-    def sending(channel: Channel, message: object, fd: int = -1) -> None:
-        if isinstance(message, Close):
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        send(channel, message, fd)
-
-    monkeypatch.setattr(Channel, "send", sending)
+    _refuse(monkeypatch, Close, errno.ENOMEM)
     with ckptstore.open(tmp_path / "s", create=True, engine="process") as store:
         store.run("gpt").save_async(_state(1), step=1)
     with ckptstore.open(tmp_path / "s") as store:
@@ -162,16 +163,9 @@ def test_a_child_that_cannot_be_told_where_to_save_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save raises a typed error at once, and the process that was begun for it ends."""
-    send = Channel.send
-
-    def sending(channel: Channel, message: object, fd: int = -1) -> None:
-        if isinstance(message, Setup):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        send(channel, message, fd)
-
     with ckptstore.open(tmp_path / "s", create=True, engine="process") as store:
         with monkeypatch.context() as patched:
-            patched.setattr(Channel, "send", sending)
+            _refuse(patched, Setup, errno.EMFILE)
             with pytest.raises(SaverDiedError, match="cannot be told"):
                 store.run("gpt").save_async(_state(1), step=1)
         store.run("gpt").save_async(_state(2), step=2).result(_PATIENCE_S)

@@ -175,16 +175,12 @@ def test_staged_bytes_are_the_bytes_of_the_state() -> None:
     """Dense, strided, conjugated, empty, tied and NumPy: each is in the arena as it is stored."""
     base = torch.randn(100, 70)
     state = {
-        "dense": base,
-        "tied": base,
-        "part": torch.randn(50, 60)[::2, 5:],
+        "dense": base, "tied": base, "part": torch.randn(50, 60)[::2, 5:],
         "channels": torch.randn(2, 3, 40, 50).contiguous(memory_format=torch.channels_last),
-        "conj": torch.randn(30, dtype=torch.complex64).conj(),
-        "empty": torch.empty(0, 4),
-        "array": np.arange(40_000, dtype=np.int16)[::-1],
-        "text": "x" * 10_000,
+        "conj": torch.randn(30, dtype=torch.complex64).conj(), "empty": torch.empty(0, 4),
+        "array": np.arange(40_000, dtype=np.int16)[::-1], "text": "x" * 10_000,
         "half": torch.randn(1_000_000).to(torch.bfloat16),
-    }
+    }  # fmt: skip
     arena, staged, digests, meant = _staged(state)
     for tensor, taken, data in zip(staged, digests, meant, strict=True):
         assert bytes(arena.view[tensor.offset : tensor.offset + tensor.nbytes]) == data

@@ -35,6 +35,12 @@ def _save(place: Place, step: int, *, ahead_s: float = 0.0) -> None:
         store.run("gpt").save(parts_of(step), step=step)
 
 
+def _save_daily(place: Place, count: int, *, every_s: float = DAY, ahead_s: float = 0.0) -> None:
+    for step in range(count):
+        _save(place, step, ahead_s=ahead_s)
+        place.environment.sleep(every_s)
+
+
 def _kept(report: RetainReport) -> list[int]:
     return [d.version.step for d in report.plans[0].decisions if d.fate == d.version.level]
 
@@ -64,9 +70,7 @@ def test_a_version_counts_from_its_commit(place: Place, ahead_s: float) -> None:
 @pytest.mark.parametrize("ahead_s", WRONG)
 def test_the_clock_of_the_retaining_machine_does_not_count(place: Place, ahead_s: float) -> None:
     """It takes no more, and no less, than a machine with a right clock does."""
-    for step in range(5):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 5)
     assert _retain(place, "within 3d12h", ahead_s=ahead_s) == [2, 3, 4]
 
 
@@ -74,18 +78,14 @@ def test_the_clock_of_the_retaining_machine_does_not_count(place: Place, ahead_s
 def test_the_storage_may_differ_from_all_machines(ahead_s: float) -> None:
     """Both times are the storage's, so that its offset cancels out."""
     place = new_place(ahead_s=ahead_s)
-    for step in range(5):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 5)
     assert _retain(place, "within 3d12h") == [2, 3, 4]
 
 
 @pytest.mark.parametrize("ahead_s", WRONG)
 def test_abandoned_versions_count_from_their_commit(place: Place, ahead_s: float) -> None:
     """As others do."""
-    for step in range(3):
-        _save(place, step, ahead_s=ahead_s)
-        place.environment.sleep(DAY)
+    _save_daily(place, 3, ahead_s=ahead_s)
     with place.open() as store:
         store.rollback("gpt@0")
     assert _retain(place, "last 1", "abandoned 36h", ahead_s=-ahead_s) == [0, 2]
@@ -104,9 +104,7 @@ def test_a_clock_that_stands_still_costs_no_day(place: Place) -> None:
 
 def test_a_copied_store_keeps_a_version_of_each_day(place: Place) -> None:
     """Where the storage has one time for all commits, the recorded times count too."""
-    for step in range(8):
-        _save(place, step)
-        place.environment.sleep(DAY / 2)
+    _save_daily(place, 8, every_s=DAY / 2)
     copied = new_place()
     copied.environment.sleep(YEAR)
     for key, item in place.backend.objects.items():
@@ -134,9 +132,7 @@ def test_replicas_count_from_their_arrival(place: Place) -> None:
 @pytest.mark.parametrize("ahead_s", WRONG)
 def test_archives_and_selections_go_by_the_storage(place: Place, ahead_s: float) -> None:
     """Ages of versions that may get cold, and rules that select."""
-    for step in range(4):
-        _save(place, step, ahead_s=ahead_s)
-        place.environment.sleep(DAY)
+    _save_daily(place, 4, ahead_s=ahead_s)
     with place.open(ahead_s=-ahead_s) as store:
         old = archivable(store.repo, min_age_s=2.5 * DAY)
         hot = archivable(store.repo, keep_hot="within 2d12h")
@@ -171,9 +167,7 @@ def test_only_rules_of_time_ask_for_times(place: Place) -> None:
 def test_commits_of_many_folders(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each folder with a live version is listed once; one that came later is asked for alone."""
     monkeypatch.setattr(limits, "COMMITS_PER_FOLDER", 2)
-    for step in range(6):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 6)
     meter = MeteredBackend(place.backend)
     with place.open(meter) as store:
         delete(store, *(version.id for version in store.versions()[1:4]))
@@ -191,9 +185,7 @@ def test_commits_of_many_folders(place: Place, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_read_only_store_goes_by_this_machine_and_says_so(place: Place) -> None:
     """But never by a time before the newest commit."""
-    for step in range(3):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 3)
     before = dict(place.backend.objects)
     for ahead_s, kept in ((0.0, [1, 2]), (YEAR, []), (-YEAR, [0, 1, 2])):
         with place.open(read_only=True, ahead_s=ahead_s) as store:
@@ -208,9 +200,7 @@ def test_a_read_only_store_goes_by_this_machine_and_says_so(place: Place) -> Non
 
 def test_where_the_clock_may_not_be_read_nothing_is_deleted(place: Place) -> None:
     """A refusal to write is told by a dry run as the machine's clock; retention is refused."""
-    for step in range(3):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 3)
     before = dict(place.backend.objects)
 
     def denied() -> StoragePermissionError:
@@ -227,9 +217,7 @@ def test_where_the_clock_may_not_be_read_nothing_is_deleted(place: Place) -> Non
 
 def test_those_who_may_not_delete_can_retain(place: Place) -> None:
     """Deletions are commits; only the clock's object stays behind."""
-    for step in range(3):
-        _save(place, step)
-        place.environment.sleep(DAY)
+    _save_daily(place, 3)
 
     def denied() -> StoragePermissionError:
         return StoragePermissionError("delete probe/0-clock: HTTP 403 AccessDenied")

@@ -88,15 +88,9 @@ def test_refs_name_versions(store: ckptstore.Store) -> None:
         )
         ids[step] = version.id
     named = {
-        "r": 4,
-        "r@latest": 4,
-        "r@2": 2,
-        "r@best:loss": 2,
-        "r@best:acc": 2,
-        "r@keep": 3,
-        "r@~1": 3,
+        "r": 4, "r@latest": 4, "r@2": 2, "r@best:loss": 2, "r@best:acc": 2, "r@keep": 3, "r@~1": 3,
         f"#{ids[1][:12]}": 1,
-    }
+    }  # fmt: skip
 
     assert named == {ref: store.resolve(ref).step for ref in named}
     assert [run.resolve(ref).step for ref in ("latest", 2, "keep")] == [4, 2, 3]

@@ -202,15 +202,12 @@ def test_a_manifest_without_blocks_is_what_it_was() -> None:
 @pytest.mark.parametrize(
     ("boxes", "raw"),
     [
-        (COLUMNS, [9, 15]),
-        ([((0, 0), (4, 2)), ((0, 1), (4, 4))], [8, 16]),
-        ([((0, 0), (4, 2))], [24]),
-        ([((0, 0), (4, 2)), ((0, 2), (4, 5))], [8, 16]),
-        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], [24]),
-        ([((0, 0), (4, 0)), ((0, 0), (4, 6))], [24]),
+        (COLUMNS, [9, 15]), ([((0, 0), (4, 2)), ((0, 1), (4, 4))], [8, 16]),
+        ([((0, 0), (4, 2))], [24]), ([((0, 0), (4, 2)), ((0, 2), (4, 5))], [8, 16]),
+        ([((0, 0), (4, 6)), ((0, 0), (4, 6))], [24]), ([((0, 0), (4, 0)), ((0, 0), (4, 6))], [24]),
         ([((0, 1 << 62), (4, 1 << 62)), ((0, 0), (4, 6))], [24]),
     ],
-)
+)  # fmt: skip
 def test_blocks_that_are_none_are_never_written_nor_read(boxes: list[Box], raw: list[int]) -> None:
     """A piece across a border, gaps, overlaps, boxes outside: no manifest has them."""
     broken = made(record_of(boxes), raw)

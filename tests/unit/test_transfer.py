@@ -168,13 +168,10 @@ def test_leaves_of_other_kinds(memory: MemoryBackend) -> None:
     store = ckptstore.Store(create_on(memory))
     base = torch.randn(20, 20)
     state = {
-        "base": base,
-        "rows": base[3:5],
-        "array": np.arange(6.0).reshape(2, 3),
-        "times": np.array(["2020-01-01"], dtype="datetime64[s]"),
-        "text": b"x" * 10_000,
+        "base": base, "rows": base[3:5], "array": np.arange(6.0).reshape(2, 3),
+        "times": np.array(["2020-01-01"], dtype="datetime64[s]"), "text": b"x" * 10_000,
         "quantized": torch.quantize_per_tensor(base, 0.1, 0, torch.qint8),
-    }
+    }  # fmt: skip
     store.run("r").save(state, step=1)
     target = {
         "rows": torch.zeros(2, 20, dtype=torch.float64),

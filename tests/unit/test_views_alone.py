@@ -21,26 +21,15 @@ CUBE = torch.arange(240.0).view(4, 6, 10)
 WIDE = torch.randn(50, 60, dtype=torch.complex64)
 
 VIEWS: dict[str, torch.Tensor] = {
-    "row": BASE[7],
-    "rows": BASE[20:24],
-    "column": BASE[:, 7],
-    "columns": BASE[:, 3:9],
-    "tile": BASE[10:30, 20:40],
-    "every other": BASE[::2, 3],
-    "turned": BASE.t()[5:9],
-    "element": BASE[3, 4],
-    "flat": BASE.view(-1)[1500:4500],
-    "expanded": BASE[5].expand(4, 1000),
+    "row": BASE[7], "rows": BASE[20:24], "column": BASE[:, 7], "columns": BASE[:, 3:9],
+    "tile": BASE[10:30, 20:40], "every other": BASE[::2, 3], "turned": BASE.t()[5:9],
+    "element": BASE[3, 4], "flat": BASE.view(-1)[1500:4500], "expanded": BASE[5].expand(4, 1000),
     "windows": BASE.view(-1)[:100].unfold(0, 10, 3),
-    "strange": BASE.as_strided((10, 10), (1001, 7), 13),
-    "bits": BASE[3].view(torch.int32),
-    "slab": CUBE[1:3, :, 5],
-    "permuted": CUBE.permute(2, 0, 1)[2:5],
-    "parameter": torch.nn.Parameter(BASE[9]),
-    "real": WIDE.real[3:5],
-    "pairs": torch.view_as_complex(BASE.view(600, 500, 2))[5:9],
-    "empty": BASE[3:3],
-}
+    "strange": BASE.as_strided((10, 10), (1001, 7), 13), "bits": BASE[3].view(torch.int32),
+    "slab": CUBE[1:3, :, 5], "permuted": CUBE.permute(2, 0, 1)[2:5],
+    "parameter": torch.nn.Parameter(BASE[9]), "real": WIDE.real[3:5],
+    "pairs": torch.view_as_complex(BASE.view(600, 500, 2))[5:9], "empty": BASE[3:3],
+}  # fmt: skip
 
 GROUPS: dict[str, tuple[list[torch.Tensor], int]] = {
     "overlapping rows": ([BASE[:9], BASE[5:12]], BASE[:12].nbytes),

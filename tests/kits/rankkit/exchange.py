@@ -210,15 +210,11 @@ def _lightning(
 
 
 TRAINERS: dict[str, tuple[Any, str | None]] = {
-    "plain loop": (_plain, None),
-    "DCP": (_dcp, None),
-    "Accelerate": (_accelerate, None),
-    "Accelerate FSDP2": (_accelerate, "FSDP2"),
-    "Trainer": (_trainer, None),
-    "Trainer FSDP2": (_trainer, "FSDP2"),
-    "Lightning": (_lightning, None),
+    "plain loop": (_plain, None), "DCP": (_dcp, None), "Accelerate": (_accelerate, None),
+    "Accelerate FSDP2": (_accelerate, "FSDP2"), "Trainer": (_trainer, None),
+    "Trainer FSDP2": (_trainer, "FSDP2"), "Lightning": (_lightning, None),
     "Lightning model-parallel": (_lightning, "parallel"),
-}
+}  # fmt: skip
 
 
 def _load_by_dcp(model: torch.nn.Module, store: Store, writer: str) -> None:

@@ -18,16 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 __all__ = [
-    "MODELS",
-    "blank",
-    "differences",
-    "mesh_of",
-    "model_state",
-    "shard_model",
-    "sharded",
-    "state_of",
-    "tensors",
-    "values",
+    "MODELS", "blank", "differences", "mesh_of", "model_state", "shard_model", "sharded",
+    "state_of", "tensors", "values",
 ]  # fmt: skip
 
 TILES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)}
@@ -53,28 +45,16 @@ def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
         return torch.randn(*shape, generator=random)
 
     return {
-        "rows": normal(17, 9),
-        "columns": normal(10, 19),
-        "few_rows": normal(3, 50),
-        "vector": torch.arange(13) + seed,
-        "replica": normal(40, 41),
-        "tiles": normal(21, 22),
-        "tiles_turned": normal(21, 22),
-        "rows_twice": normal(37, 5),
-        "hybrid": normal(33, 6),
-        "hybrid_columns": normal(6, 33),
-        "half": normal(31, 7).to(torch.bfloat16),
+        "rows": normal(17, 9), "columns": normal(10, 19), "few_rows": normal(3, 50),
+        "vector": torch.arange(13) + seed, "replica": normal(40, 41), "tiles": normal(21, 22),
+        "tiles_turned": normal(21, 22), "rows_twice": normal(37, 5), "hybrid": normal(33, 6),
+        "hybrid_columns": normal(6, 33), "half": normal(31, 7).to(torch.bfloat16),
         "complex": torch.randn(9, 8, dtype=torch.complex128, generator=random),
         "complex_columns": torch.randn(9, 8, dtype=torch.complex128, generator=random),
-        "float8": normal(16, 18).to(torch.float8_e4m3fn),
-        "flags": normal(50) > 0,
-        "deep": normal(6, 5, 7),
-        "large": normal(700, 301),
-        "large_columns": normal(300, 701),
-        "plain": normal(5, 6).t(),
-        "scalar": torch.tensor(2.5 + seed),
-        "empty": torch.empty(0, 4),
-    }
+        "float8": normal(16, 18).to(torch.float8_e4m3fn), "flags": normal(50) > 0,
+        "deep": normal(6, 5, 7), "large": normal(700, 301), "large_columns": normal(300, 701),
+        "plain": normal(5, 6).t(), "scalar": torch.tensor(2.5 + seed), "empty": torch.empty(0, 4),
+    }  # fmt: skip
 
 
 @functools.cache  # the groups of its ranks are made once

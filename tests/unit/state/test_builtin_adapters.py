@@ -139,18 +139,13 @@ def test_streams_that_are_refused() -> None:
 
 
 SPARSE: list[Callable[[], torch.Tensor]] = [
-    lambda: DENSE.to_sparse(),
-    doubled,
-    lambda: torch.ones(2, 3, 4).to_sparse(2),
+    lambda: DENSE.to_sparse(), doubled, lambda: torch.ones(2, 3, 4).to_sparse(2),
     lambda: torch.zeros(0, 5).to_sparse(),
     lambda: torch.nn.Parameter(DENSE.to(torch.bfloat16).to_sparse()),
-    lambda: DENSE.to_sparse().requires_grad_(),
-    lambda: DENSE.to_sparse_csr(),
-    lambda: DENSE.to_sparse_csc(),
-    lambda: DENSE.to_sparse_bsr((2, 2)),
-    lambda: DENSE.to_sparse_bsc((2, 2)),
-    lambda: torch.stack([DENSE, DENSE]).to_sparse_csr(),
-]
+    lambda: DENSE.to_sparse().requires_grad_(), lambda: DENSE.to_sparse_csr(),
+    lambda: DENSE.to_sparse_csc(), lambda: DENSE.to_sparse_bsr((2, 2)),
+    lambda: DENSE.to_sparse_bsc((2, 2)), lambda: torch.stack([DENSE, DENSE]).to_sparse_csr(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", SPARSE, ids=map(str, range(len(SPARSE))))

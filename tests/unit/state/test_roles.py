@@ -156,15 +156,12 @@ class Always:
 
 
 FOREIGN: dict[str, Callable[[], Any]] = {
-    "object": hostile(object),
-    "mapping": hostile(collections.abc.Mapping, "items", "keys"),
-    "dict": hostile(dict, "items", "keys", "__contains__"),
-    "list": hostile(list),
+    "object": hostile(object), "mapping": hostile(collections.abc.Mapping, "items", "keys"),
+    "dict": hostile(dict, "items", "keys", "__contains__"), "list": hostile(list),
     "ordered": hostile(collections.OrderedDict, "items", "keys"),
-    "attributes": lambda: Gives({"a b": "b"}),
-    "always": Always,
+    "attributes": lambda: Gives({"a b": "b"}), "always": Always,
     "namespace": lambda: types.SimpleNamespace(x=hostile(object)()),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
