@@ -247,11 +247,11 @@ def test_third_party_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         open_backend("mine://somewhere")
 
 
-def test_local_paths_import_no_storage_library() -> None:
+def test_local_paths_import_no_storage_library(tmp_path: Path) -> None:
     """Opening a path or a memory store imports neither fsspec nor numpy nor torch."""
     program = (
         "import sys; from ckptstore.backends.registry import open_backend;"
-        "open_backend('/tmp/x'); open_backend('memory://x');"
+        f"open_backend({str(tmp_path)!r}); open_backend('memory://x');"
         "heavy = {'fsspec', 's3fs', 'gcsfs', 'azure', 'numpy', 'torch'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
