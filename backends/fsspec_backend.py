@@ -308,8 +308,7 @@ class Lender:
     """
 
     def __init__(self, make: Callable[[], tuple[Foreign, str]], system: System) -> None:
-        self._make = make
-        self._system = system
+        self._make, self._system = make, system
         self._idle: queue.LifoQueue[tuple[Foreign, str] | None] = queue.LifoQueue()
         for _ in range(system.connections or 1):
             self._idle.put(None)
@@ -358,9 +357,7 @@ class _ClientFactory:
     """
 
     def __init__(self, url: str, options: dict[str, Any], system: System) -> None:
-        self._url = url
-        self._options = options
-        self._system = system
+        self._url, self._options, self._system = url, options, system
 
     def __call__(self) -> tuple[Foreign, str]:
         """Return the file system object and what precedes the store's keys, in its paths.

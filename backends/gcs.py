@@ -373,8 +373,7 @@ class GcsColdStorage:
     """
 
     def __init__(self, stat: Callable[[str], ObjectInfo], rewrite: Rewrite) -> None:
-        self._stat = stat
-        self._rewrite = rewrite
+        self._stat, self._rewrite = stat, rewrite
 
     def restore_state(self, key: str) -> ObjectState:
         """Return the class; it can be read at any time."""

@@ -78,8 +78,7 @@ class PartedWriter(ObjectWriter):
     """
 
     def __init__(self, upload: Upload, sender: PartSender) -> None:
-        self._upload = upload
-        self._sender = sender
+        self._upload, self._sender = upload, sender
         self._part_bytes = sender.part_bytes()
         """One for the whole object: some services refuse others."""
         self._open: _Part | None = None
@@ -88,10 +87,8 @@ class PartedWriter(ObjectWriter):
         self._changed = threading.Condition()
         """Guards the parts and what follows."""
         self._under_way = 0
-        self._dropped = False
-        self._finished = False
         self._beginning = threading.Lock()
-        self._begun = False
+        self._begun = self._dropped = self._finished = False
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
         """Append a copy; sends each part that is full once there is more."""

@@ -42,10 +42,8 @@ class RetryingBackend(WrapperBackend):
         super().__init__(inner)
         self._own = None if inner.transfers else PerProcess(Recorder)
         self.transfers = inner.transfers or self._own
-        self._environment = environment
-        self._tries = tries
-        self._base_s = base_s
-        self._cap_s = cap_s
+        self._environment, self._tries = environment, tries
+        self._base_s, self._cap_s = base_s, cap_s
 
     def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
         """Return ``action()``, called again where that can help."""
@@ -112,8 +110,7 @@ class _RetryingCold:
     """Retries every call; each may be repeated with the same outcome."""
 
     def __init__(self, inner: ColdStorage, backend: RetryingBackend) -> None:
-        self._inner = inner
-        self._retry = backend.retry
+        self._inner, self._retry = inner, backend.retry
 
     def set_class(self, key: str, name: str) -> bool:
         return self._retry(lambda: self._inner.set_class(key, name))

@@ -337,8 +337,7 @@ class S3ColdStorage:
     """
 
     def __init__(self, name: Callable[[str], Request], send: Sender) -> None:
-        self._object = name
-        self._send = send
+        self._object, self._send = name, send
 
     def restore_state(self, key: str) -> storage_classes.ObjectState:
         """Return class and state by a HEAD."""

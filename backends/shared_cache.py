@@ -260,9 +260,7 @@ class SharedCacheBackend(WrapperBackend):
         self, inner: Backend, folder: CacheFolder, store_id: str, environment: Environment
     ) -> None:
         super().__init__(inner)
-        self._folder = folder
-        self._store_id = store_id
-        self._environment = environment
+        self._folder, self._store_id, self._environment = folder, store_id, environment
         self._sizes: dict[str, tuple[int, float]] = {}
 
     def past_caches(self) -> Backend:

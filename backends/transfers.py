@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from types import FrameType
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
 from ckptstore.backends.per_process import PerProcess
@@ -200,7 +199,9 @@ class Threads(ThreadPoolExecutor):
 
 @contextmanager
 def interrupts_held(then: Callable[[], object]) -> Iterator[None]:
-    """Have SIGINT do what it does after the block, however often it comes.
+    """Raise KeyboardInterrupt after the block, however often SIGINT comes in it.
+
+    Handlers of the user, which may do something else, are called as ever.
 
     Parameters
     ----------
@@ -208,12 +209,13 @@ def interrupts_held(then: Callable[[], object]) -> Iterator[None]:
         Called when it comes, in the main thread at any moment.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    here = threading.current_thread() is threading.main_thread()
+    if not here or handler is not signal.default_int_handler:
         yield
         return
-    held: list[tuple[int, FrameType | None]] = []
+    held: list[object] = []
 
-    def hold(*told: Any) -> None:  # noqa: ANN401 - what a handler gets
+    def hold(*told: object) -> None:
         held.append(told)
         then()
 
@@ -223,7 +225,7 @@ def interrupts_held(then: Callable[[], object]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
     if held:
-        handler(*held[0])
+        raise KeyboardInterrupt
 
 
 class FillingThreads(Threads):

@@ -176,8 +176,7 @@ class Passing:
     """One request on its way; owned by the thread that sends it."""
 
     def __init__(self, width: Width, size_bytes: int) -> None:
-        self._width = width
-        self._left = size_bytes
+        self._width, self._left = width, size_bytes
         self.moved_bytes = 0
         """Bytes that were reported so far."""
         self.thin = False

@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 from ckptstore.shown import shown
@@ -132,13 +134,14 @@ class Events:
         if event.message:
             text += f": {event.message}"
         level = logging.ERROR if event.kind == "failed" and not raised else logging.INFO
-        _log.log(level, "%s", text, extra={"event": event.document()})
+        log = partial(_log.log, level, "%s", text, extra={"event": event.document()})
         with self._lock:
             if event.kind in self._counts:
                 self._counts[event.kind] += 1
             observers = list(self._observers)
-        for observer in observers:
+        for tell in (log, *(partial(observer, event) for observer in observers)):
             try:
-                observer(event)
-            except Exception:  # noqa: BLE001 - the user's code, in a thread of ours
-                _log.exception("an observer of saves failed")
+                tell()
+            except (Exception, SystemExit):  # noqa: BLE001 - the user's code, in a thread of ours
+                with suppress(Exception):  # of a handler of the log
+                    _log.exception("an observer of saves failed")

@@ -185,7 +185,7 @@ class EarlyStopping(_Monitor):
             return False
         if self.best_value is None:
             return True
-        share = abs(self.best_value) if self.relative else 1.0
+        share = abs(self.best_value) if self.relative and math.isfinite(self.best_value) else 1.0
         gain = self._loss(self.best_value, value)
         return gain > self.min_delta * share if self.min_delta else gain > 0
 

@@ -105,6 +105,8 @@ class Log:
         """
         self._snapshot = 0
         self._own: Commit | None = None
+        self._tried: Commit | None = None
+        """What was written last, and may be there although nobody said so."""
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
@@ -329,7 +331,8 @@ class Log:
 
         This detects a second writer, most of the time; it cannot keep one out.
         """
-        own = self._own
+        tried, self._tried = self._tried, commit
+        own = tried if tried and tried.digest == commit.body.previous else self._own
         if own is not None and own.number != commit.number - 1:
             raise _two_writers(f"commit {commit.number - 1} is not by this one")
         if own is not None and self._reader.read(own.number).digest != own.digest:

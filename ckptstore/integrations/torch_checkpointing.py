@@ -277,7 +277,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
 
     def _existing(self, path: _Path) -> LazyTensor:
         key = _key(path)
-        found = self._file(key, fresh=False) or self._file(key, fresh=True)
+        found = self._file(key, fresh=True)  # another process may have replaced it
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", os.fspath(path))
         return found

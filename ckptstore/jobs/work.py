@@ -242,6 +242,9 @@ class _Run:
             {"version": one.version, "run": one.run, "step": one.step, "message": one.why}
             for one in healed.lost
         ]
+        if not (healed.ok or lost):
+            why = healed.commits_lost or "its log is damaged: ckptstore repair"
+            lost.append({"version": "", "run": "", "step": 0, "message": why})
         return {**result, "mended": len(healed.mended), "failures": lost}
 
     def _replicate(self, versions: Sequence[Version]) -> Mapping[str, Any]:

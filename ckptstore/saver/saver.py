@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from ckptstore import errors, limits
-from ckptstore.backends.transfers import Threads, ending
+from ckptstore.backends.transfers import Threads, ending, interrupts_held
 from ckptstore.checkpoint.request import check_wishes
 from ckptstore.config import check_choice, memory_bytes
 from ckptstore.events import Events, SaveEventKind
@@ -161,27 +161,33 @@ class Saver:
     # --- staging ------------------------------------------------------------------------------
 
     def _stage(self, save: BackgroundSave, staging: Staging, *, later: bool) -> None:
-        """Copy the state now, or begin and leave the rest to a thread."""
-        try:
-            began = self._repo.environment.monotonic()
-            staging.begin()
-            if later:
-                save.describe()
-                self._stager.submit(self._stage_later, save, staging, began)
-                return
-            staging.copy(self._helpers, self._helpers_count, save.describe)
-            self._settle(save, staging, began)
-        except BaseException as error:  # raised here and now: nobody else has to hear of it
-            save.heard = True
-            self._end(save, Failed(number=save.number, error=error), raised=True)
-            raise
-        self._stager.submit(self._compare, save, staging)
+        """Copy the state now, or begin and leave the rest to a thread.
+
+        Ctrl-C waits until the engine has it: what was given back might be written to, or be saved.
+        """
+        with interrupts_held(lambda: None):
+            try:
+                began = self._repo.environment.monotonic()
+                staging.begin()
+                if later:
+                    save.describe()
+                    self._stager.submit(self._stage_later, save, staging, began)
+                    return
+                staging.copy(self._helpers, self._helpers_count, save.describe)
+                self._settle(save, staging, began)
+            except BaseException as error:  # raised here and now: nobody else has to hear of it
+                save.heard = True
+                staging.drain()
+                self._end(save, Failed(number=save.number, error=error), raised=True)
+                raise
+            self._stager.submit(self._compare, save, staging)
 
     def _stage_later(self, save: BackgroundSave, staging: Staging, began: float) -> None:
         try:
             staging.copy()
             self._settle(save, staging, began)
         except BaseException as error:  # noqa: BLE001 - it arrives at who waits
+            staging.drain()
             self._end(save, Failed(number=save.number, error=error))
         else:
             self._compare(save, staging)
@@ -242,9 +248,11 @@ class Saver:
             del self._under_way[save.number]
             self._changed.notify_all()
         kind: SaveEventKind = "durable" if error is None else "cancelled" if cancelled else "failed"
-        self._emit(kind, save, end, raised=raised)
-        save.released()
-        self._send_off()
+        try:
+            self._emit(kind, save, end, raised=raised)
+        finally:
+            save.released()
+            self._send_off()
 
     def _emit(
         self, kind: SaveEventKind, save: BackgroundSave, end: object = None, *, raised: bool = False

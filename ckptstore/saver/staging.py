@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final
@@ -203,10 +203,8 @@ class Staging:
     def __init__(
         self, sources: Sequence[SourceTensor], layout: ArenaLayout, arena: Arena, *, later: bool
     ) -> None:
-        self._sources = sources
+        self._sources, self._later, self._memory = sources, later, arena.view
         self.tensors: tuple[StagedTensor, ...] = layout.tensors
-        self._later = later
-        self._memory = arena.view
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(arena.view, np.uint8)
         self._changes: ChangeDetector | None = ChangeDetector(sources, samples=later)
         self._device = DeviceCopies(arena)
@@ -269,8 +267,13 @@ class Staging:
             meanwhile()
             work()
         finally:
-            for future in futures:
-                future.result()
+            wait(futures)  # all of them: the arena may be given back then
+        for future in futures:
+            future.result()
+
+    def drain(self) -> None:
+        """Wait for the copies from devices, after a failure."""
+        self._device.wait()
 
     def settle(self) -> None:
         """Wait for the copies from devices; then the caller may change the state.

@@ -436,7 +436,7 @@ class S3Bucket:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = max(query.get(key, "") for key in ("continuation-token", "start-after", "marker"))
         most = query.get("max-keys", str(PAGE_ENTRIES))
-        count = min(int(most), PAGE_ENTRIES) if most.isdecimal() else PAGE_ENTRIES
+        count = min(int(most[:9]), PAGE_ENTRIES) if most[:9].isdecimal() else PAGE_ENTRIES
         page = list(islice(self._entries(prefix, delimiter, after), count + 1))
         more, page = len(page) > count > 0, page[:count]
         told = {"Name": BUCKET, "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": count}

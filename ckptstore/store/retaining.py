@@ -127,6 +127,8 @@ def rollback(self: HasVersions[RefT], ref: RefT, *, reason: str = "") -> Version
     from ckptstore.maintenance.retention.by_hand import rollback
 
     repo, version = self._session.repo, self.resolve(ref)
+    if (saver := self._session.own_saver) is not None:
+        saver.wait(version.run)  # else what is under way would be newer than the rollback
     resume_check.chosen(repo, version.run)
     return rollback(repo, version.run, version.id, reason=reason).target
 

@@ -44,9 +44,7 @@ class Destination:
     def __init__(
         self, record: TensorRecord, device: torch.device = _CPU, into: torch.Tensor | None = None
     ) -> None:
-        self._record = record
-        self._device = device
-        self._into = into
+        self._record, self._device, self._into = record, device, into
         self._done: torch.Tensor | None = None
         self.view: memoryview
         """Writable CPU memory for the tensor's bytes, in stored order."""

@@ -55,7 +55,7 @@ def _compared(given: torch.Tensor, made: torch.Tensor) -> tuple[torch.Tensor, to
     same = (back == exact) | (exact.isnan() & back.isnan())
     limits = torch.finfo(made.dtype)
     near = (back - exact).abs() <= exact.abs() * limits.eps + limits.tiny
-    near &= exact.isfinite()
+    near &= exact.isfinite() & ((back == 0) | (back.sign() == exact.sign()))
     if integers:  # some have more bits than a double
         same &= back.to(given.dtype) == given
     return same, near

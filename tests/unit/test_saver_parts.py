@@ -232,13 +232,16 @@ def _event(kind: str) -> SaveEvent:
     return SaveEvent(kind=kind, store="s", run="r", step=1, version="v", at_ms=5)  # type: ignore[arg-type]
 
 
-def test_an_observer_that_fails_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("failure", [ZeroDivisionError, SystemExit])
+def test_an_observer_that_fails_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture, failure: type[BaseException]
+) -> None:
     """Others are called all the same; the failure is logged; ends are counted."""
     events = Events()
     heard: list[str] = []
 
     def broken(_: SaveEvent) -> None:
-        raise ZeroDivisionError
+        raise failure
 
     events.observe(broken)
     end = events.observe(lambda event: heard.append(event.kind))

@@ -1,0 +1,131 @@
+"""Saves that are interrupted, or fail, while threads of theirs are still at work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import errors
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog import run_ops
+from ckptstore.catalog.early_stopping import EarlyStopping
+from ckptstore.catalog.log import Log
+from ckptstore.saver import save_job
+from ckptstore.saver.saver import Saver
+from ckptstore.saver.staging import Staging
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_helper_that_fails_leaves_none_behind(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is used again when all threads have ended: the next save is of its own state alone."""
+    failed, copy = threading.Event(), Staging._copy_part
+
+    def fails(self: Staging, place: int, start: int, size: int) -> None:
+        if not start and not failed.is_set():
+            failed.set()
+            raise MemoryError
+        failed.wait()
+        copy(self, place, start, size)
+
+    count = 8 << 20
+    with ckptstore.open(tmp_path / "s", create=True, engine=engine, workers=3) as store:
+        run = store.run("a")
+        monkeypatch.setattr(Staging, "_copy_part", fails)
+        with pytest.raises(MemoryError):
+            run.save_async({"w": torch.full((count,), 1.0)}, step=1)
+        run.save_async({"w": torch.full((count,), 2.0)}, step=2).result()
+        assert torch.equal(run.load("latest")["w"], torch.full((count,), 2.0))
+
+
+def test_a_log_that_fails_ends_no_save(tmp_path: Path) -> None:
+    """A handler of the user's log may raise: the save is durable all the same."""
+
+    class Away(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ConnectionError
+
+    log, handler = logging.getLogger("ckptstore.saves"), Away()
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    try:
+        with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
+            for step in (1, 2):
+                saved = store.run("a").save_async({"w": torch.ones(4)}, step=step).result()
+                assert saved is not None
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def test_a_rollback_waits_for_what_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that began before it is not newer than it."""
+    waited, wait, write = threading.Event(), Saver.wait, save_job.write_job
+
+    def waits(self: Saver, run: str | None = None) -> None:
+        waited.set()
+        wait(self, run)
+
+    def late(*given: object, **named: object) -> object:
+        waited.wait()
+        return write(*given, **named)  # type: ignore[arg-type]
+
+    with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
+        run = store.run("a", metrics={"loss": "min"})
+        run.save({"w": torch.ones(2)}, step=1, metrics={"loss": 1.0})
+        monkeypatch.setattr(Saver, "wait", waits)
+        monkeypatch.setattr(save_job, "write_job", late)
+        pending = run.save_async({"w": torch.zeros(2)}, step=2, metrics={"loss": 9.0})
+        run.rollback("best:loss")
+        waited.set()
+        pending.result()
+        assert run.resolve("latest").step == 1
+
+
+def test_a_single_writer_knows_its_commit_after_a_lost_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was written, and nobody said so: the next commit follows it."""
+    backend = MemoryBackend("one")
+    log = Log(backend, single_writer=True)
+
+    def create(name: str) -> None:
+        log.append(lambda _: [run_ops.CreateRun(run=name)])
+
+    create("a")
+    put = backend.put
+
+    def lost(key: str, data: bytes) -> None:
+        put(key, data)
+        monkeypatch.setattr(log._reader, "find", partial(_fails, "reading back"))
+        raise errors.TransientStorageError("the answer")
+
+    with monkeypatch.context():
+        monkeypatch.setattr(backend, "put", lost)
+        with pytest.raises(errors.AmbiguousWriteError):
+            create("b")
+    monkeypatch.undo()
+    create("c")
+    assert [run.name for run in log.refresh().runs()] == ["a", "b", "c"]
+
+
+def _fails(what: str, *_: object, **__: object) -> None:
+    raise errors.TransientStorageError(what)
+
+
+def test_an_infinite_loss_is_worse_than_any_number() -> None:
+    """Also where the least gain is a share of the best value."""
+    stopper = EarlyStopping("loss", mode="min", patience=3, min_delta=0.1, relative=True)
+    for step, loss in enumerate([float("inf"), 3.0, 2.0, 1.0]):
+        assert not stopper.update(step, loss)
+    assert stopper.best_value == 1.0
