@@ -32,9 +32,8 @@ def in_threads(
     fills
         Whether they write into memory of the caller: Ctrl-C, too, is raised when all have stopped.
     """
-    taking = threading.Lock()
-    stopped: list[bool] = []  # and no event: a handler of a signal may take no lock
-    stop = partial(stopped.append, True)  # no further item is taken
+    taking, failed = threading.Lock(), threading.Event()
+    interrupted: list[bool] = []  # no event: a handler of a signal may take no lock
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""
@@ -42,27 +41,27 @@ def in_threads(
             work = begin(turn)
             while True:
                 with taking:
-                    item = None if stopped else next(items, None)
+                    item = None if failed.is_set() or interrupted else next(items, None)
                 if item is None:
                     return
                 work(item)
         except BaseException:
-            stop()
+            failed.set()
             raise
 
     if count == 1:
         loop(0)
         return
     with (
-        interrupts_held(stop) if fills else nullcontext(),
+        interrupts_held(partial(interrupted.append, True)) if fills else nullcontext(),
         Threads(count, thread_name_prefix=name) as pool,
     ):
-        before = giving_up.set(lambda: bool(stopped))
+        before = giving_up.set(lambda: failed.is_set() or bool(interrupted))
         try:
             futures = [pool.submit(loop, turn) for turn in range(count)]
             wait(futures)
         except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
-            stop()
+            failed.set()
             raise
         finally:
             giving_up.reset(before)
