@@ -225,6 +225,11 @@ class _SteppingWriter(WrapperWriter):
         for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
             self._parts += part
 
+    def write_kept(self, data: Sequence[Buffer], done: Callable[[], None]) -> None:
+        """Collect."""
+        self.write(data)
+        done()
+
     def commit(self) -> None:
         """Send the whole object."""
 
