@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 import ckptstore
 from benchmarks import peers
-from benchmarks.disk import Workspace, tree_bytes, warm
+from benchmarks.disk import Workspace, warm
 from benchmarks.host import header
 from benchmarks.measure import Case, Measured, Result, run_cases, say
 from benchmarks.peers import PEERS, empty_like
 from benchmarks.states import State, StateSpec, flat_tensors, make_state, same, state_bytes
+from benchmarks.workloads import save_case, store_save
 from ckptstore.saver.pending import PendingSave
 
 __all__ = ["run"]
@@ -67,8 +68,8 @@ def run(
             "cuda": torch.version.cuda,
         },
     )
-    saves = [_save(peer.name, peer.save, state, size) for peer in _PEERS]
-    saves += [_store_save(state, size, codec) for codec in _CODECS]
+    saves = [save_case(peer.name, peer.save, state) for peer in _PEERS]
+    saves += [store_save(state, codec) for codec in _CODECS]
     result.tables["save"] = run_cases("save", saves, space, rounds=rounds)
     result.tables["stall"] = _stalls(state, size, space, rounds)
     result.tables["load"] = _loads(host, state, size, space, rounds)
@@ -94,38 +95,6 @@ def _synced(work: Callable[[Path], object]) -> Callable[[Path], object]:
         return found
 
     return run
-
-
-# --- saves ----------------------------------------------------------------------------------------
-
-
-def _save(name: str, save: Callable[[State, Path], None], state: State, size: int) -> Case:
-    return Case(
-        name=name,
-        run=lambda folder: save(state, folder),
-        after=lambda folder, _: {"stored_bytes": tree_bytes(folder)},
-        logical_bytes=size,
-    )
-
-
-def _store_save(state: State, size: int, codec: str) -> Case:
-    """Return the case of a first save into a new store, which is open as in a training loop."""
-    stores: list[ckptstore.Store] = []
-
-    def prepare(folder: Path) -> None:
-        stores.append(ckptstore.open(folder / "store", create=True, codec=codec))
-
-    def after(folder: Path, _: object) -> Mapping[str, float]:
-        stores.pop().close()
-        return {"stored_bytes": tree_bytes(folder)}
-
-    return Case(
-        name=f"ckptstore {codec}",
-        prepare=prepare,
-        run=lambda _: stores[-1].run(_RUN).save(state, step=1),
-        after=after,
-        logical_bytes=size,
-    )
 
 
 # --- the stall of a save in the background --------------------------------------------------------

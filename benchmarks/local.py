@@ -15,7 +15,7 @@ from benchmarks.disk import Workspace, chill, disk_reads, tree_bytes, warm
 from benchmarks.host import header
 from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
 from benchmarks.peak import peak_of_saves
-from benchmarks.peers import PEERS, TORCH_MMAP, Peer, empty_like, touch
+from benchmarks.peers import PEERS, TORCH_MMAP, Peer, empty_like, touched
 from benchmarks.states import (
     State,
     StateName,
@@ -259,22 +259,13 @@ def _loads(
         name = "torch.load" if peer.name == "torch.save" else peer.name
         if peer.load is not None:
             how, note = ("mapped", "read, not copied") if peer.mapped else ("new", "")
-            add(f"{name}, {how}", folder, _touched(peer.load), note)
+            add(f"{name}, {how}", folder, touched(peer.load), note)
         if peer.load_into is not None:
             add(f"{name}, into", folder, _into(peer.load_into, target))
     for name in (f"ckptstore {codec}" for codec in _CODECS):
-        add(f"{name}, new", saved[name], _touched(_store_load), "verified")
+        add(f"{name}, new", saved[name], touched(_store_load), "verified")
         add(f"{name}, into", saved[name], _into(_store_load_into, target), "verified")
     return run_cases("load cold" if cold else "load warm", cases, space, rounds=rounds)
-
-
-def _touched(load: Callable[[Path], object]) -> Callable[[Path], object]:
-    def run(folder: Path) -> object:
-        state = load(folder)
-        touch(state)
-        return state
-
-    return run
 
 
 def _into(load: Callable[[Path, State], object], target: State) -> Callable[[Path], object]:

@@ -17,7 +17,7 @@ from benchmarks import peers
 from benchmarks.disk import Workspace
 from benchmarks.host import header
 from benchmarks.measure import Case, Measured, Result, run_cases
-from benchmarks.peers import PEERS, touch
+from benchmarks.peers import PEERS, touched
 from benchmarks.states import State
 from benchmarks.workloads import load_case, save_case, store_save
 
@@ -70,20 +70,11 @@ def _loads(state: State, space: Workspace, rounds: int) -> tuple[list[Measured],
     for peer in _PEERS:
         peer.save(state, folders[peer.name])
         if peer.load is not None:
-            cases.append(load_case(peer.name, _touched(peer.load), folders[peer.name], state))
+            cases.append(load_case(peer.name, touched(peer.load), folders[peer.name], state))
     with ckptstore.open(folders["ckptstore"], create=True, codec=_CODEC) as store:
         store.run("bench").save(state, step=1)
     cases.append(load_case(f"ckptstore {_CODEC}", _store_load, folders["ckptstore"], state))
     return run_cases("load", cases, space, rounds=rounds), folders
-
-
-def _touched(load: Callable[[Path], object]) -> Callable[[Path], object]:
-    def run(folder: Path) -> object:
-        state = load(folder)
-        touch(state)
-        return state
-
-    return run
 
 
 def _store_load(folder: Path) -> object:

@@ -28,7 +28,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from benchmarks.disk import fsync_file, fsync_folder, fsync_tree
 from benchmarks.states import State, flat_tensors
 
-__all__ = ["PEERS", "Peer", "empty_like", "flat_for_safetensors", "quiet", "rest_as_json", "touch"]
+__all__ = [
+    "PEERS",
+    "Peer",
+    "empty_like",
+    "flat_for_safetensors",
+    "quiet",
+    "rest_as_json",
+    "touch",
+    "touched",
+]
 
 _PAGE = 4096
 _THREADS = 2
@@ -59,6 +68,17 @@ def touch(state: object) -> int:
             flat = tensor.detach().reshape(-1).view(torch.uint8)
             total += int(flat[::_PAGE].sum())
     return total
+
+
+def touched(load: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return a load that reads a byte of every page, too."""
+
+    def run(folder: Path) -> object:
+        state = load(folder)
+        touch(state)
+        return state
+
+    return run
 
 
 def empty_like(state: object) -> Any:  # noqa: ANN401 - a state of the same shape

@@ -21,7 +21,7 @@ from benchmarks import peers
 from benchmarks.disk import Workspace, chill, tree_bytes, warm
 from benchmarks.host import header
 from benchmarks.measure import Case, Measured, Result, run_cases, say, settle
-from benchmarks.peers import PEERS, Peer, empty_like, touch
+from benchmarks.peers import PEERS, Peer, empty_like, touched
 from benchmarks.resident import extra_bytes, mark
 from benchmarks.states import State, flat_tensors, same, state_bytes
 from benchmarks.workload_states import WORKLOADS, Workload, parameters
@@ -175,13 +175,8 @@ def loader(peer: Peer, target: State) -> Callable[[Path], object]:
     if into is not None:
         return lambda folder: into(folder, target)
 
-    def load(folder: Path) -> object:
-        assert new is not None  # noqa: S101 - a peer has one or the other
-        state = new(folder)
-        touch(state)
-        return state
-
-    return load
+    assert new is not None  # noqa: S101 - a peer has one or the other
+    return touched(new)
 
 
 def store_load(folder: Path, target: State) -> object:

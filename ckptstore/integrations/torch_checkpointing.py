@@ -181,7 +181,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
 
     def exists(self, path: _Path) -> bool:
         """Return whether there is a file or a folder."""
-        return self._file(_key(path), fresh=True) is not None or self.isdir(path)
+        return self._file(_key(path)) is not None or self.isdir(path)
 
     def isdir(self, path: _Path) -> bool:
         """Return whether there is a folder, that is, a file in it."""
@@ -197,7 +197,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
     def mkdir(self, path: _Path, recursive: bool = True) -> None:
         """Do nothing, since files make their folders; raises FileExistsError if it is a file."""
         del recursive
-        if self._file(_key(path), fresh=True) is not None:
+        if self._file(_key(path)) is not None:
             raise FileExistsError(errno.EEXIST, "it is a file", os.fspath(path))
 
     def rmdir(self, path: _Path) -> None:
@@ -235,7 +235,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
         src, dst = _key(src_path), _key(dst_path)
         files = self._versions(self._files)
         single = [version for at, version in files if at == src]
-        if self.isdir(dst_path) or (not single and self._file(dst, fresh=True) is not None):
+        if self.isdir(dst_path) or (not single and self._file(dst) is not None):
             raise FileExistsError(errno.ENOTEMPTY, "it is occupied", os.fspath(dst_path))
         if single:
             self._commit(self._files, dst, self._parts({posixpath.basename(dst): single[-1]}))
@@ -277,14 +277,14 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
 
     def _existing(self, path: _Path) -> LazyTensor:
         key = _key(path)
-        found = self._file(key, fresh=True)  # another process may have replaced it
+        found = self._file(key)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", os.fspath(path))
         return found
 
-    def _file(self, key: str, *, fresh: bool) -> LazyTensor | None:
+    def _file(self, key: str) -> LazyTensor | None:
         """Return the file at a path, unread: the newest, or that of the folder's version."""
-        alone = dict(self._versions(self._files, fresh=fresh)).get(key)
+        alone = dict(self._versions(self._files)).get(key)
         if alone is not None:
             return next(iter(self._names(alone).values()))
         for place, version in dict(self._versions(self._folders, fresh=False)).items():

@@ -32,8 +32,8 @@ def in_threads(
     fills
         Whether they write into memory of the caller: Ctrl-C, too, is raised when all have stopped.
     """
-    taking, failed = threading.Lock(), threading.Event()
-    interrupted: list[bool] = []  # no event: a handler of a signal may take no lock
+    taking = threading.Lock()
+    failures: list[BaseException] = []  # no event beside it: a handler of a signal may take no lock
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""
@@ -41,29 +41,29 @@ def in_threads(
             work = begin(turn)
             while True:
                 with taking:
-                    item = None if failed.is_set() or interrupted else next(items, None)
+                    item = None if failures else next(items, None)
                 if item is None:
                     return
                 work(item)
-        except BaseException:
-            failed.set()
+        except BaseException as error:
+            failures.append(error)
             raise
 
     if count == 1:
         loop(0)
         return
     with (
-        interrupts_held(partial(interrupted.append, True)) if fills else nullcontext(),
+        interrupts_held(partial(failures.append, KeyboardInterrupt())) if fills else nullcontext(),
         Threads(count, thread_name_prefix=name) as pool,
     ):
-        before = giving_up.set(lambda: failed.is_set() or bool(interrupted))
+        before = giving_up.set(lambda: bool(failures))
         try:
             futures = [pool.submit(loop, turn) for turn in range(count)]
             wait(futures)
-        except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
-            failed.set()
+        except BaseException as error:  # Ctrl-C in the owner: the threads stop after their piece
+            failures.append(error)
             raise
         finally:
             giving_up.reset(before)
-    for future in futures:
-        future.result()
+    if failures:
+        raise failures[0]

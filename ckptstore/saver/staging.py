@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final
@@ -273,7 +274,8 @@ class Staging:
 
     def drain(self) -> None:
         """Wait for the copies from devices, after a failure."""
-        self._device.wait()
+        with suppress(RuntimeError):  # a device that fails copies no more
+            self._device.wait()
 
     def settle(self) -> None:
         """Wait for the copies from devices; then the caller may change the state.

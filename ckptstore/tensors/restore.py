@@ -202,9 +202,8 @@ class Restorer:
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
             direct &= not target.is_conj() and not target.is_neg()
-            if direct and (
-                _has_layout(target, record) if target.is_cpu else leaf.index not in here
-            ):
+            fits = _has_layout(target, record) if target.is_cpu else leaf.index not in here
+            if direct and fits:
                 self._direct[leaf.index] = target
         if checked:
             return

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class Bytes:
 class Meeting:
     """Where all workers are at once: then one fails, and the others go on when that is known.
 
-    It is known when the worker that fails has set an event, whichever that is.
+    It is known when the worker that fails has ended.
     """
 
     workers: int
@@ -78,14 +79,14 @@ class Meeting:
     def __post_init__(self) -> None:
         self._all_here = threading.Barrier(self.workers)
         self._known = threading.Event()
-        real = threading.Event.set
+        real = Future.set_exception
 
-        def watched(event: threading.Event) -> None:
-            real(event)
+        def watched(future: Future[None], error: BaseException | None) -> None:
+            real(future, error)
             if threading.get_ident() == self.failing:
-                real(self._known)
+                self._known.set()
 
-        self.monkeypatch.setattr(threading.Event, "set", watched)
+        self.monkeypatch.setattr(Future, "set_exception", watched)
 
     def arrive(self) -> None:
         """Wait for the others, the first time; fail, or wait until one has."""
