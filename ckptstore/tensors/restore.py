@@ -202,8 +202,8 @@ class Restorer:
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
             direct &= not target.is_conj() and not target.is_neg()
-            fits = _has_layout(target, record) if target.is_cpu else leaf.index not in here
-            if direct and fits:
+            direct &= target.is_cpu or leaf.index not in here
+            if direct and (not target.is_cpu or _has_layout(target, record)):
                 self._direct[leaf.index] = target
         if checked:
             return
