@@ -279,9 +279,7 @@ class EncryptedWriter(base.ObjectWriter):
     """
 
     def __init__(self, inner: base.ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
-        self._inner = inner
-        self._sealer = sealer
-        self._segment_bytes = segment_bytes
+        self._inner, self._sealer, self._segment_bytes = inner, sealer, segment_bytes
         self._pid = os.getpid()
         self._held = bytearray()
         """At most a segment, which may be the last."""

@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from ckptstore.backends.retrying import giving_up
 from ckptstore.backends.transfers import Threads, interrupts_held
+from ckptstore.errors import TransientStorageError
 
 T = TypeVar("T")
 _Begin: TypeAlias = Callable[[int], Callable[[T], None]]
@@ -65,5 +66,6 @@ def in_threads(
             raise
         finally:
             giving_up.reset(before)
-    if failures:
-        raise failures[0]
+    if failures:  # one of those that no other thread caused by stopping, the same one each time
+        found = [each for future in futures if (each := future.exception())]
+        raise next((e for e in found if not isinstance(e, TransientStorageError)), failures[0])
