@@ -70,7 +70,8 @@ class BackgroundSave:
         """Cancelled before an engine had it."""
         self.digests: Digests | None = None
         """Of the state when it was staged; None until they were taken."""
-        self._draft: Callable[[], Draft] | None = None
+        self.draft: Callable[[], Draft] | None = None
+        """Describes the state; None once it did."""
         self._described: SaveJob | None = None
         self._changed = threading.Condition()
         self._returned: float | None = None
@@ -145,16 +146,12 @@ class BackgroundSave:
 
     # --- staging ------------------------------------------------------------------------------
 
-    def board(self, draft: Callable[[], Draft], staging: Staging, arena: Arena) -> None:
-        """Take what the state is staged with; `draft` describes it."""
-        self._draft, self.staging, self.arena = draft, staging, arena
-
     def describe(self) -> None:
         """Describe the state, and let go of it."""
-        assert self._draft is not None  # noqa: S101 - called once, after board
+        assert self.draft is not None  # noqa: S101 - called once, when staged
         assert self.staging is not None  # noqa: S101
         assert self.arena is not None  # noqa: S101
-        draft, self._draft = self._draft(), None
+        draft, self.draft = self.draft(), None
         self._described = SaveJob(
             number=self.number,
             version=self.version_id,
@@ -212,7 +209,7 @@ class BackgroundSave:
         """End it: with a version, or with an error; let go of what it was staged with."""
         with self._changed:
             self.staging, self.arena, self.job, self.digests = None, None, None, None
-            self._draft, self._described = None, None
+            self.draft, self._described = None, None
             if isinstance(end, Done):
                 self._numbers.update(end.receipt)
                 self._version, self.state = end.version, "durable"

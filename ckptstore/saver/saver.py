@@ -26,11 +26,11 @@ from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine, why_not
 from ckptstore.saver.save_job import Hear, JobWriter, SaveEngine, SaveJob
 from ckptstore.saver.save_state import BackgroundSave, IfBusy
-from ckptstore.saver.staging import Staging, lay_out
+from ckptstore.saver.staging import ArenaLayout, Staging, lay_out
 from ckptstore.saver.thread_priority import step_back
 from ckptstore.states.save import SaveRequest, draft_of
 from ckptstore.tensors.bfloat16 import to_bfloat16
-from ckptstore.tensors.flatten import flatten
+from ckptstore.tensors.flatten import FlatState, flatten
 
 _log = logging.getLogger("ckptstore")
 
@@ -105,35 +105,25 @@ class Saver:
             check_wishes(self._repo.catalog, wishes)
             if self._admitted(save, self._has_room):
                 self.dispatcher.start()  # a child process starts while the state is copied
-                later = stage == "background"
-                staging = self._board(save, state, request, later=later)
-                if staging is not None:
-                    self._stage(save, staging, later=later)
+                flat = flatten(state, request.adapters, plain=request.plain)
+                layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
+
+                def lend() -> bool:
+                    with interrupts_held(lambda: None):  # raised when the save has what was lent
+                        save.arena = self.dispatcher.lend(layout.size_bytes)
+                    return save.arena is not None
+
+                try:
+                    if self._admitted(save, lend):
+                        save.draft = lambda: draft_of(flat, request.roles, request.encodings)
+                        self._stage(save, flat, layout, later=stage == "background")
+                except BaseException:
+                    with self._changed:
+                        if save.arena is not None and save.number not in self._under_way:
+                            self.dispatcher.pool.give_back(save.arena)
+                    raise
         save.returned()
         return PendingSave(save, self._cancel)
-
-    def _board(
-        self, save: BackgroundSave, state: object, request: SaveRequest, *, later: bool
-    ) -> Staging | None:
-        """Take a state apart and find room for it; None if the save is skipped."""
-        flat = flatten(state, request.adapters, plain=request.plain)
-        layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
-        lent: list[Arena] = []
-
-        def lend() -> bool:
-            arena = self.dispatcher.lend(layout.size_bytes)
-            lent.extend([] if arena is None else [arena])
-            return arena is not None
-
-        if not self._admitted(save, lend):
-            return None
-        staging = Staging(flat.tensors, layout, lent[0], later=later)
-        save.board(lambda: draft_of(flat, request.roles, request.encodings), staging, lent[0])
-        _savers.add(self)
-        with self._changed:
-            self._under_way[save.number] = save
-            self._staged.append(save)
-        return staging
 
     def _has_room(self) -> bool:
         return len(self._under_way) < self._repo.options.in_flight
@@ -160,12 +150,20 @@ class Saver:
 
     # --- staging ------------------------------------------------------------------------------
 
-    def _stage(self, save: BackgroundSave, staging: Staging, *, later: bool) -> None:
-        """Copy the state now, or begin and leave the rest to a thread.
+    def _stage(
+        self, save: BackgroundSave, flat: FlatState, layout: ArenaLayout, *, later: bool
+    ) -> None:
+        """Copy the state into what was lent now, or begin and leave the rest to a thread.
 
         Ctrl-C waits until the engine has it: what was given back might be written to, or be saved.
         """
         with interrupts_held(lambda: None):
+            assert save.arena is not None  # noqa: S101 - it was lent
+            save.staging = staging = Staging(flat.tensors, layout, save.arena, later=later)
+            _savers.add(self)
+            with self._changed:
+                self._under_way[save.number] = save
+                self._staged.append(save)
             try:
                 began = self._repo.environment.monotonic()
                 staging.begin()
@@ -239,7 +237,7 @@ class Saver:
             error.add_note(f"in the background save of {save.run}@{save.step}")
         with self._changed:
             if save.arena is not None:
-                self.dispatcher.give_back(save.arena)
+                self.dispatcher.pool.give_back(save.arena)
             save.finish(end)
             if save in self._staged:
                 self._staged.remove(save)
@@ -370,16 +368,12 @@ class EngineSupervisor:
         if budget is None:
             budget = int(memory_bytes() * limits.STAGING_MEMORY_SHARE)
         shared = self.kind == "process"
-        self._pool = ArenaPool(budget, arenas_max=repo.options.in_flight, shared=shared)
+        self.pool = ArenaPool(budget, arenas_max=repo.options.in_flight, shared=shared)
+        """The memory of staged states, in use or not."""
         self._lock = threading.RLock()
         self._engine: SaveEngine | None = None
         self._under_way: dict[int, BackgroundSave] = {}
         """The saves that an engine has."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of memory that are held for staged states, in use or not."""
-        return self._pool.size_bytes
 
     @property
     def pid(self) -> int:
@@ -407,8 +401,8 @@ class EngineSupervisor:
         LimitError
             It is more than the whole budget.
         """
-        arena = self._pool.lend(size_bytes)
-        dropped = self._pool.dropped()
+        arena = self.pool.lend(size_bytes)
+        dropped = self.pool.dropped()
         if dropped:
             engine = self.start()
             for number in dropped:
@@ -427,12 +421,8 @@ class EngineSupervisor:
         if arena is None:
             return False
         np.frombuffer(arena.view, np.uint8).fill(0)  # a page is there once it was written
-        self.give_back(arena)
+        self.pool.give_back(arena)
         return True
-
-    def give_back(self, arena: Arena) -> None:
-        """Take memory back."""
-        self._pool.give_back(arena)
 
     def submit(self, save: BackgroundSave) -> None:
         """Have a save written; returns at once, and raises nothing: its end is told."""
@@ -507,4 +497,4 @@ class EngineSupervisor:
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        self._pool.close()
+        self.pool.close()

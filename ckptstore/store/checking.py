@@ -227,7 +227,7 @@ def prometheus(self: HasSession) -> str:
     process = ProcessFigures(
         outcomes=session.events.counts(),
         in_flight=0 if saver is None else saver.in_flight,
-        staging_bytes=0 if saver is None else saver.dispatcher.size_bytes,
+        staging_bytes=0 if saver is None else saver.dispatcher.pool.size_bytes,
     )
     return exposition(session.repo.refresh(), process)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from ckptstore.catalog import run_ops
 from ckptstore.catalog.early_stopping import EarlyStopping
 from ckptstore.catalog.log import Log
 from ckptstore.saver import save_job
-from ckptstore.saver.saver import Saver
+from ckptstore.saver.saver import EngineSupervisor, Saver
 from ckptstore.saver.staging import Staging
 
 
@@ -43,6 +44,38 @@ def test_a_helper_that_fails_leaves_none_behind(
             run.save_async({"w": torch.full((count,), 1.0)}, step=1)
         run.save_async({"w": torch.full((count,), 2.0)}, step=2).result()
         assert torch.equal(run.load("latest")["w"], torch.full((count,), 2.0))
+
+
+def _interrupts(name: str, monkeypatch: pytest.MonkeyPatch, part: type) -> None:
+    """Interrupt a method once it is done and memory was lent, if it has a save to show that."""
+    method = getattr(part, name)
+
+    def done(*given: object, **named: object) -> object:
+        found = method(*given, **named)
+        if any(getattr(one, "arena", given) is not None for one in given[1:]):
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(part, name, done)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(EngineSupervisor, "lend"), (Staging, "__init__"), (Saver, "_admitted")]
+)
+def test_memory_comes_back_whenever_a_save_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: type, name: str
+) -> None:
+    """Ctrl-C between the loan of memory and its use: the next save does not wait for it."""
+    size = 4 << 20
+    with ckptstore.open(tmp_path / "s", create=True, engine="thread", staging_bytes=size) as store:
+        run = store.run("a")
+        with monkeypatch.context() as patch:
+            _interrupts(name, patch, part)
+            with pytest.raises(KeyboardInterrupt):
+                run.save_async({"w": torch.zeros(size // 4)}, step=1)
+        store.wait()
+        saved = run.save_async({"w": torch.ones(size // 4)}, step=2, if_busy="fail")
+        assert saved.result() is not None
 
 
 def test_a_log_that_fails_ends_no_save(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent(tmp_path: Path) -> None:
         held, go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with saver._changed, saver.dispatcher._pool._lock:
+            with saver._changed, saver.dispatcher.pool._lock:
                 held.set()
                 go.wait()
 

@@ -175,7 +175,7 @@ def test_tied_storages_are_staged_once(store: Store) -> None:
     version = run.save_async({"a": weight, "b": weight, "c": weight[:10]}, step=1).result()
 
     assert version.receipt["logical_bytes"] == weight.nbytes
-    assert store._session.saver.dispatcher.size_bytes < 2 * weight.nbytes
+    assert store._session.saver.dispatcher.pool.size_bytes < 2 * weight.nbytes
 
 
 # --- a state that is changed --------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_change_between_staging_and_writing_is_refused_by_name(
         state: dict[str, Any] = {"a": torch.randn(2_000_000), "z": {"last": torch.randn(500_000)}}
         pending = run.save_async(state, step=1)
         backend.wait_held()
-        (arena,) = store._session.saver.dispatcher._pool._lent.values()
+        (arena,) = store._session.saver.dispatcher.pool._lent.values()
         arena.view[state["a"].nbytes + 1_000_001] ^= 4
         backend.go()
 
@@ -349,13 +349,13 @@ def test_two_in_flight(backend: HeldBackend, engine: str) -> None:
         state = _state(1, elements=1_000_000)
         pending = [run.save_async(state, step=step) for step in (1, 2)]
         third = run.save_async(state, step=3, if_busy="skip")
-        size = store._session.saver.dispatcher.size_bytes
+        size = store._session.saver.dispatcher.pool.size_bytes
 
         backend.go()
         assert third.skipped
         assert [one.result().step for one in pending] == [1, 2]
         run.save_async(state, step=4).result()
-        assert store._session.saver.dispatcher.size_bytes == size
+        assert store._session.saver.dispatcher.pool.size_bytes == size
 
 
 def test_the_foreground_waits_for_the_background(busy: Busy) -> None:
@@ -387,9 +387,9 @@ def test_a_state_beyond_the_budget_is_refused(tmp_path: Path, engine: str) -> No
         run = store.run("gpt")
         with pytest.raises(errors.LimitError, match="more than the budget of 1000000"):
             run.save_async({"w": torch.zeros(300_000)}, step=1)
-        assert store._session.saver.dispatcher.size_bytes == 0
+        assert store._session.saver.dispatcher.pool.size_bytes == 0
         run.save_async({"w": torch.zeros(100_000)}, step=2).result()
-        assert store._session.saver.dispatcher.size_bytes <= 1_000_000
+        assert store._session.saver.dispatcher.pool.size_bytes <= 1_000_000
 
 
 def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -> None:
@@ -421,7 +421,7 @@ def test_a_second_save_waits_for_the_budget(backend: HeldBackend, engine: str) -
         first.result()
         assert heard == [1]
         third.result()
-        assert store._session.saver.dispatcher.size_bytes <= 6_000_000
+        assert store._session.saver.dispatcher.pool.size_bytes <= 6_000_000
 
 
 def test_memory_is_used_again(store: Store) -> None:
@@ -430,7 +430,7 @@ def test_memory_is_used_again(store: Store) -> None:
     sizes = []
     for step, elements in enumerate((1_000_000, 1_000_000, 3_000_000, 1_000_000)):
         run.save_async({"w": torch.randn(elements)}, step=step).result()
-        sizes.append(store._session.saver.dispatcher.size_bytes)
+        sizes.append(store._session.saver.dispatcher.pool.size_bytes)
 
     assert sizes[0] == sizes[1] < 4 * 1_000_000 * 4 / 3
     assert sizes[2] == sizes[3] < 4 * 3_000_000 * 4 / 3
@@ -440,10 +440,10 @@ def test_memory_can_be_taken_in_advance(store: Store) -> None:
     """After `reserve` the first save takes no memory more."""
     state = {"w": torch.randn(1_000_000), "b": torch.randn(10)}
     store.reserve(4_000_040 + 2 * 64)
-    size = store._session.saver.dispatcher.size_bytes
+    size = store._session.saver.dispatcher.pool.size_bytes
     assert size >= 4_000_040
     store.run("gpt").save_async(state, step=1).result()
-    assert store._session.saver.dispatcher.size_bytes == size
+    assert store._session.saver.dispatcher.pool.size_bytes == size
     with pytest.raises(errors.LimitError):
         store.reserve(1 << 60)
 
@@ -624,9 +624,9 @@ def test_an_error_while_staging_in_the_background(
     monkeypatch.undo()
     with pytest.raises(MemoryError):
         pending.result()
-    size = store._session.saver.dispatcher.size_bytes
+    size = store._session.saver.dispatcher.pool.size_bytes
     run.save_async(_state(), step=2).result()
-    assert store._session.saver.dispatcher.size_bytes == size
+    assert store._session.saver.dispatcher.pool.size_bytes == size
     monkeypatch.setattr("ckptstore.saver.staging.Staging.settle", broken)
     with pytest.raises(MemoryError):
         run.save_async(_state(), step=3)
