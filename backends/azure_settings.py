@@ -19,7 +19,8 @@ from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
 from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import ContainerClient
 from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
+from requests.utils import select_proxy
+from urllib3.util import Retry, Timeout
 
 from ckptstore import limits
 from ckptstore.backends.bucket import BucketLocation, Foreign, parse_bucket_url
@@ -106,11 +107,20 @@ class _Adapter(HTTPAdapter):
     MiB would have to arrive within ten seconds, and never would by a slow network.
     """
 
+    direct: Foreign = None
+    """Connections to the server, once a request went there by no proxy: for the short path."""
+
     def send(self, request: Foreign, *arguments: Foreign, **options: Foreign) -> Foreign:
         if isinstance(request.body, bytes) and len(request.body) > limits.STREAM_BYTES:
             view, step = memoryview(request.body), limits.STREAM_BYTES
             request.body = [view[start : start + step] for start in range(0, len(view), step)]
-        return super().send(request, *arguments, **options)
+        answer = super().send(request, *arguments, **options)
+        if self.direct is None and not select_proxy(request.url, options.get("proxies")):
+            verify, cert = options["verify"], options["cert"]
+            pool: Foreign = self.get_connection_with_tls_context(request, verify, cert=cert)
+            pool.timeout = Timeout(connect=limits.CONNECT_TIMEOUT_S, read=limits.READ_TIMEOUT_S)
+            self.direct = pool
+        return answer
 
 
 def open_container(settings: AzureSettings) -> Foreign:

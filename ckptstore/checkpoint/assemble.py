@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -307,7 +307,7 @@ class _Building:
             first.setdefault(leaf.index, leaf.path)
         rules = RoleRules(roles, node=node, records=self._records)
         return tuple(
-            replace(record, role=rules(first[index])) for index, record in enumerate(self._records)
+            record.replace(role=rules(first[index])) for index, record in enumerate(self._records)
         )
 
 

@@ -309,7 +309,7 @@ class _Work:
             if hidden:
                 rows = range(len(records), len(records) + len(hidden))
                 recipe = replace(recipe, sources=tuple(rows))
-            records[place] = replace(records[place], recipe=recipe)
+            records[place] = records[place].replace(recipe=recipe)
             sources[place] = encoded_sources.NOTHING
             records += [one.record for one in hidden]
             sources += [one.source for one in hidden]

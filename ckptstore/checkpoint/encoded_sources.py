@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
@@ -162,7 +162,7 @@ def coded_sources(record: TensorRecord, elements: Elements, form: Form) -> list[
     """Return what a form stores of a tensor: codes, and scales if it has any."""
     count = math.prod(record.shape)
     nbytes = count * form.item_bytes
-    codes = replace(record, dtype=form.dtype, nbytes=nbytes, blocks=None, recipe=None)
+    codes = record.replace(dtype=form.dtype, nbytes=nbytes, blocks=None, recipe=None)
     found = [CodedSource(codes, source_of(codes, ComputedPayload(partial(_codes, elements, form))))]
     if form.block:
         blocks = -(-count // form.block)

@@ -161,7 +161,7 @@ def part_of(
 def _moved(record: TensorRecord, role: str, places: Mapping[int, int]) -> TensorRecord:
     """Return a record of another role, over sources at other places."""
     recipe = record.recipe.moved(places) if record.recipe else None
-    return replace(record, role=role, recipe=recipe)
+    return record.replace(role=role, recipe=recipe)
 
 
 def renumbered(node: Node, places: Mapping[int, int]) -> Node:

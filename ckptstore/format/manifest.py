@@ -36,7 +36,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -164,7 +164,7 @@ def tensors_of(
             and count >= 0
             and nbytes >= 0
             and len(shape) <= limits.TENSOR_DIMS_MAX
-            and all(0 <= size < 1 << 63 for size in shape)
+            and 0 <= min(shape, default=0) <= max(shape, default=0) < 1 << 63
             and (order is None or sorted(order) == list(range(len(shape))))
         )
         if not fits:
@@ -231,7 +231,7 @@ def _add_recipes(body: ManifestBody, records: list[TensorRecord], where: str) ->
         place, recipe = stored[0], Recipe.decode(stored)
         if recipe is None or not last < place < len(records):
             raise corrupt(where, f"the recipe of tensor {place} is none")
-        records[place] = replace(records[place], recipe=recipe)
+        records[place] = records[place].replace(recipe=recipe)
         last = place
     for place, *_ in body.recipes:
         if problem := tables.recipe_problem(place, records):

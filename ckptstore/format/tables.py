@@ -205,8 +205,7 @@ class Recipe:
         return replace(self, sources=tuple(places[place] for place in self.sources))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor: what it is, without where its bytes lie."""
 
     dtype: str
@@ -220,6 +219,10 @@ class TensorRecord:
     """The boxes that it is stored in, one after the other; None where it is stored as one."""
     recipe: Recipe | None = None
     """How its bytes follow from other tensors; it has no pieces then."""
+
+    def replace(self, **changes: Any) -> TensorRecord:  # noqa: ANN401 - of these fields
+        """Return the same tensor with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
@@ -381,7 +380,7 @@ class LazyTensor(Suggesting):
         """Return a box of the tensor, in its memory order; reads the pieces that hold any of it."""
         item = ITEM_BYTES[self._record.dtype]
         nbytes = math.prod(sizes) * item
-        record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None, recipe=None)
+        record = self._record.replace(shape=sizes, nbytes=nbytes, blocks=None, recipe=None)
         destination = Destination(record)
         order = record.order or range(len(sizes))
         stored = np.ndarray([sizes[dim] for dim in order], np.dtype(f"V{item}"), destination.view)

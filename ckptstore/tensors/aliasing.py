@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -36,8 +37,7 @@ from ckptstore.tensors.tensor_bytes import (
 )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Occurrence:
+class Occurrence(msgspec.Struct, kw_only=True, eq=False):
     """A tensor met while walking the state; `node` is filled in once its record is known."""
 
     tensor: torch.Tensor
@@ -53,8 +53,7 @@ class Occurrence:
     """Its device; empty for the CPU."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Pending:
+class Pending(msgspec.Struct, kw_only=True, eq=False):
     """A tensor to store that has no index yet."""
 
     position: int
@@ -64,9 +63,9 @@ class Pending:
     order: tuple[int, ...] | None
     payload: TensorPayload
     paths: list[Path]
-    whole: list[Occurrence] = field(default_factory=list)
+    whole: list[Occurrence] = []
     """Leaves that are this tensor."""
-    views: list[tuple[Occurrence, list[Node]]] = field(default_factory=list)
+    views: list[tuple[Occurrence, list[Node]]] = []
     """Leaves that view it, with dtype, byte offset, shape and strides."""
     raw: list[Node] | None = None
     """The node of a leaf that is no tensor; gets the index at position 1."""

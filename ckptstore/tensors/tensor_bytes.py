@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -125,12 +125,8 @@ class TensorPayload(Protocol):
         """Write the bytes from `start` on into `out`, which must not reach past the end."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class SourceTensor:
-    """One tensor to save. It reads the caller's memory, which must not change until it is saved.
-
-    Nobody changes it; that it is not frozen makes it at a third of the cost.
-    """
+class SourceTensor(msgspec.Struct, kw_only=True, eq=False):
+    """One tensor to save. It reads the caller's memory, which must not change until it is saved."""
 
     dtype: str
     """Torch's name of the element type, without ``torch.``."""
@@ -144,7 +140,7 @@ class SourceTensor:
     """Its bytes."""
     watched: tuple[torch.Tensor, ...] = ()
     """The caller's tensors that it reads; their counters tell whether they were changed."""
-    nbytes: int = field(init=False)
+    nbytes: int = 0
     """Bytes of the dense tensor; a save asks for them ten times."""
 
     def __post_init__(self) -> None:

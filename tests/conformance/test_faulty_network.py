@@ -48,7 +48,7 @@ class Place:
         self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
 
 
-@pytest.fixture(params=["s3", "s3-library", "s3fs", "gcs", "gcs-library", "azure"])
+@pytest.fixture(params=["s3", "s3-library", "s3fs", "gcs", "gcs-library", "azure", "azure-library"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Return the services by each client, and without the short path, behind proxies."""
     service, _, library = request.param.partition("-")

@@ -17,6 +17,7 @@ from botocore.client import Config
 from botocore.exceptions import ClientError
 from local_servers import AZURE_ACCOUNT, AZURE_KEY, SECRET
 
+from ckptstore.backends.azure import AzureBackend
 from ckptstore.backends.base import Backend
 from ckptstore.backends.gcs import GcsBackend
 from ckptstore.backends.registry import open_backend
@@ -61,6 +62,10 @@ def without_thin_path(backend: Backend) -> None:
         return
     if isinstance(backend, WebBackend):
         backend._client.get().thin = False
+        return
+    if isinstance(backend, AzureBackend):
+        client = backend._client.get()
+        vars(client._config.transport.session.get_adapter(client.url))["direct"] = False
         return
     assert isinstance(backend, S3Backend)
     calls = backend._client.get()

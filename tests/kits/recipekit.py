@@ -128,7 +128,7 @@ def save(
             given=blake3_digest(given),
             max_abs=0.0 if given == got else float((back.double() - tensor.double()).abs().max()),
         )  # fmt: skip
-        records[index] = replace(record, recipe=replace(recipe, **(change or {})))
+        records[index] = record.replace(recipe=replace(recipe, **(change or {})))
         sources[index] = nothing
         expected[name] = back
     draft = replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -271,8 +270,8 @@ def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_proved(high: np.ndarray, low: np.ndarray) -> bool:
     """Return whether a save would store bfloat16 bits as a recipe over float32 bits."""
     given, other = (_candidate(torch.from_numpy(bits)) for bits in (low, high))
-    source = given._replace(record=replace(given.record, dtype="bfloat16"))
-    return _is_cast_of(source, other._replace(record=replace(other.record, dtype="float32")))
+    source = given._replace(record=given.record.replace(dtype="bfloat16"))
+    return _is_cast_of(source, other._replace(record=other.record.replace(dtype="float32")))
 
 
 def test_rounding_is_told_from_its_neighbours() -> None:

@@ -291,7 +291,7 @@ def test_a_slice_of_a_hostile_record_is_refused(
     """A record whose size is not that of its dtype and shape gives an error and takes no memory."""
     version = store.run("r").save({"t": torch.arange(8)}, step=1)
     manifest = store.repo.manifests.load(version)
-    lying = (replace(manifest.tensors[0], **change),)
+    lying = (manifest.tensors[0].replace(**change),)
     store.repo.manifests.keep(version.manifest_digest, replace(manifest, tensors=lying))
     with pytest.raises(errors.CorruptObjectError):
         store.version("r")["t"][2:5]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -239,7 +239,7 @@ def _digests(content: Content) -> Callable[[Leaf], bytes]:
         ids = _ids(content, index).tobytes()
         recipe = record.recipe
         if recipe is not None:  # the same recipe counts, wherever its sources are
-            record, ids = replace(record, recipe=None), b"made" + recipe.digest
+            record, ids = record.replace(recipe=None), b"made" + recipe.digest
         return blake3_of([msgspec.msgpack.encode(record.identity), ids])
 
     return lambda leaf: blake3_of(

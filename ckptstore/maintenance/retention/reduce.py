@@ -399,7 +399,7 @@ class _Rewriting:
         at = 0
         for index, coding, sources in self.waiting:
             record = self.content.manifest.tensors[index]
-            records = (replace(record, recipe=None),) if coding is None else coding.records
+            records = (record.replace(recipe=None),) if coding is None else coding.records
             placed = []
             for one, _ in zip(records, sources, strict=True):
                 first, last = written.first[at], written.first[at + 1]
@@ -428,7 +428,7 @@ class _Rewriting:
                 start = len(visible) + len(hidden)
                 recipe = replace(coding.recipe, sources=tuple(range(start, start + len(made))))
                 hidden += made
-                record = replace(old.tensors[n], recipe=recipe)
+                record = old.tensors[n].replace(recipe=recipe)
                 placed.append(_Placed(record=record, table=old.pieces, first=0, last=0))
             else:
                 placed += made or [self._moved(n, places)]
@@ -454,7 +454,7 @@ class _Rewriting:
         recipe = found.record.recipe
         if recipe is None:
             return found
-        return replace(found, record=replace(found.record, recipe=recipe.moved(places)))
+        return replace(found, record=found.record.replace(recipe=recipe.moved(places)))
 
     def _kept_bytes(self, visible: Sequence[int], hidden: Sequence[int]) -> int:
         old = self.content.manifest

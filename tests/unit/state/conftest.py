@@ -6,7 +6,6 @@ import math
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,7 @@ from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import SourceTensor, as_integers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(TensorRecord):
+class Kept(TensorRecord, frozen=True, kw_only=True):
     """A tensor's record and its bytes."""
 
     data: bytes
