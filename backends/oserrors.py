@@ -22,8 +22,9 @@ _BUSY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _TABLE_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TRANSIENT = _LOST_SERVER | _NO_ROUTE | _BROKEN_CONNECTION | _BUSY | _TABLE_FULL
 _HINT_FULL = (
-    "free space or raise the quota; or delete versions (ckptstore rm, ckptstore retain), then free "
-    "their space: ckptstore gc, and once more after its grace (--grace 0s: at once)"
+    "free space on the disk that is written to, or raise its quota; if it has the store, delete "
+    "versions (ckptstore rm, ckptstore retain), and free their space: ckptstore gc, and once more "
+    "after its grace (--grace 0s: at once)"
 )
 
 
@@ -41,6 +42,8 @@ def translate(error: OSError, what: str, *, writing: bool = False) -> errors.Ckp
     number = error.errno
     name = errno.errorcode.get(number or 0, type(error).__name__)
     msg = f"{what}: {name}" if number is None else f"{what}: {name} ({error.strerror})"
+    if number in _PERMISSION | _FULL | {errno.EROFS} and isinstance(error.filename, str):
+        msg += f", at {error.filename}"
     if number in ABSENT and not writing:
         return errors.ObjectNotFoundError(msg)
     if number == errno.ENAMETOOLONG:

@@ -224,6 +224,8 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
             raise CommitConflictError(msg)
         if version.pinned and move.level != version.level:
             raise pinned_error(version)
+        if version.damaged and move.level not in (version.level, "record"):
+            raise CommitConflictError(f"parts of {version.label} are lost", hint="repair it")
         check_not_condemned(catalog, move.relies_on)
         part, encoding = STORED[move.level]
         ops.append(

@@ -298,10 +298,15 @@ def delete(
             msg = f"{version.label} is the head of its run: the next save continues it"
             hint = "roll back to another version first, or force it (--force)"
             raise PolicyError(msg, hint=hint)
-    return [
-        Delete(versions=part, reason=_reason(reason))
-        for part in batches(wanted, limits.VERSIONS_PER_OP_MAX)
-    ]
+    parts = batches(wanted, limits.VERSIONS_PER_OP_MAX)
+    ops: list[Op] = [Delete(versions=part, reason=_reason(reason)) for part in parts]
+    for run in sorted({catalog.version(one).run for one in chosen}):
+        if catalog.head_id(run) in chosen:
+            left = [one for one in catalog.state.runs[run].versions if one not in chosen]
+            then = newest(catalog.state.versions[one] for one in left)
+            if then is not None and then.flags & Flag.ABANDONED:  # its line is the run's again
+                ops.append(Rollback(run=run, version=then.id, reason="the head was deleted"))
+    return ops
 
 
 def undelete(

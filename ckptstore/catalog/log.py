@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
@@ -104,6 +105,8 @@ class Log:
         :attr:`ckptstore.catalog.state.State.gone`.
         """
         self._snapshot = 0
+        self._ahead = 0
+        """Number of a sound snapshot that was newer than the log when it was opened."""
         self._own: Commit | None = None
         self._tried: Commit | None = None
         """What was written last, and may be there although nobody said so."""
@@ -175,6 +178,18 @@ class Log:
             previous = record.digest
             yield record
 
+    def other_history(self) -> int:
+        """Return the number of a sound snapshot that the log contradicts; 0 where it does not."""
+        confirmed = {self.began, self._snapshot}
+        numbers = [n for n in self._reader.snapshots() if n <= self.catalog.number]
+        unsure = [number for number in numbers if number not in confirmed]
+        for catalog in snapshots.read_newest_first(self._backend, unsure):
+            with suppress(errors.IntegrityError, errors.UnsupportedFeatureError):
+                commit = self._reader.find(catalog.number, wait=False)
+                if commit is not None and commit.digest != catalog.digest:
+                    return catalog.number
+        return 0
+
     def _open(self) -> None:
         """Start from the newest snapshot that the log confirms, or from the beginning."""
         for catalog in snapshots.read_newest_first(self._backend, self._reader.snapshots()):
@@ -184,6 +199,8 @@ class Log:
                 self.catalog = catalog
                 self._snapshot = self.began = catalog.number
                 break
+            if catalog.number > max(listed, default=0):
+                self._ahead = max(self._ahead, catalog.number)
             snapshots.warn_unconfirmed(catalog.number)
         else:
             listed = self._reader.tail(0)
@@ -261,6 +278,12 @@ class Log:
                 ops = () if mending and self.damage is None else tuple(build(catalog))
                 if not ops:
                     return None
+                if catalog.number < self._ahead and not mending:
+                    key = snapshot_key(self._ahead)
+                    raise _hidden(
+                        f"{key} is there, but the log ends at commit {catalog.number}",
+                        f"; without a copy of it, move {key} away to go on with what is left",
+                    )
                 data, commit, after = self._prepare(catalog, ops)
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
@@ -363,14 +386,6 @@ class Log:
             raise _two_writers(f"{commit.key} appeared meanwhile")
         if named:
             raise _hidden(f"{commit.key} is there, but not listed")
-        if self._own is None:
-            newer = [number for number in self._reader.snapshots() if number >= commit.number]
-            for catalog in snapshots.read_newest_first(self._backend, newer):
-                key = snapshot_key(catalog.number)
-                raise _hidden(
-                    f"{key} is there, but the log ends before {commit.key}",
-                    f"; without a copy of it, move {key} away to go on with what is left",
-                )
 
     def _snapshot_if_due(self, catalog: Catalog) -> None:
         if not snapshots.due(catalog.number, self._snapshot):

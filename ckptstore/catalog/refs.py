@@ -111,6 +111,9 @@ def resolve(
         return found or _missing(ref, what, did_you_mean(ref.value, meant))
     if ref.kind == "best":
         return _best(catalog, ref, {**(directions or {}), **info.metrics})
+    if not info.head:
+        what = f"run {ref.run!r} has no head here: only records, or what a rollback abandoned"
+        _missing(ref, what, "name a step")
     return _back(catalog, ref, info.head)
 
 

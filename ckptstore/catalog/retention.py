@@ -257,6 +257,7 @@ class _Planning:
         for version in self.versions:
             fates[version.id] = self._held(version, *fates[version.id])
         self._keep_a_verified(fates)
+        self._keep_a_full(fates)
         refused = ""
         if having and not kept_content:
             refused = f"it would keep the content of none of {len(having)} versions"
@@ -299,6 +300,13 @@ class _Planning:
         if sound and not any(fates[v.id][0] == v.level for v in sound):
             chosen = ([v for v in sound if not v.abandoned] or sound)[-1]
             fates[chosen.id] = (chosen.level, ["the only verified one"])
+
+    def _keep_a_full(self, fates: dict[str, tuple[Fate, list[str]]]) -> None:
+        """Keep the newest complete version if a rollback left it for a head that is reduced."""
+        full = [v for v in self.versions if v.level == "full" and not v.damaged]
+        heads = [v for v in self.versions if v.id == self.head and v.level != "full"]
+        if heads and full and full[-1].abandoned:
+            fates[full[-1].id] = ("full", ["the newest complete one: the head is reduced"])
 
     def matched(self, level: Level) -> dict[str, list[str]]:
         """Return the versions that have a rule at a level, and which."""

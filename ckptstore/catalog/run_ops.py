@@ -372,7 +372,7 @@ def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
     """
     if not catalog.has_run(run):
         raise errors.RunNotFoundError(f"there is no run {run!r}")
-    found = catalog.version(version)
+    found = there(catalog, version)
     if found.run != run:
         msg = f"version {version} is of run {found.run!r}, not {run!r}"
         raise errors.InvalidInputError(msg, hint=f"tag it in run {found.run!r}")

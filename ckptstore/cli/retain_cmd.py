@@ -163,6 +163,7 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
                 "reclaimable_bytes": decision.reclaimable_bytes,
                 "rounding": _rounding_document(report.roundings.get(decision.version.id)),
                 "dropped": report.dropped.get(decision.version.id, {}),
+                "skipped": report.skipped.get(decision.version.id),
             }
             for decision in plan.decisions
         ],
@@ -218,6 +219,8 @@ def _notes(output: Output, report: RetainReport) -> None:
     output.note(text)
     if report.clock:
         output.note(_CLOCKS[report.clock])
+    for why in report.skipped.values():
+        output.note(f"not reduced: {why}")
     exact = sum(len(rounding.problems) for rounding in report.roundings.values())
     if exact:
         output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")

@@ -63,9 +63,13 @@ def rollback(
 
 
 def _lines(done: Rolled, undo: str) -> list[str]:
+    from ckptstore.maintenance.retention.by_hand import REDUCED
+
     if done.head_before == done.target.id:
         return [f"{version_text(done.target)} is the head of its run already"]
     lines = [f"{done.target.run} continues {version_text(done.target)}"]
+    if done.target.level != "full":
+        lines.append(REDUCED)
     for title, versions in (("abandoned", done.abandoned), ("back", done.returned)):
         if versions:
             named = listed([version_text(version) for version in versions], most=_NAMED)

@@ -132,7 +132,8 @@ def load_state(
         The ref names nothing.
     StateError
         The version has another number of models, optimizers or objects; or another number of ranks
-        saved the position of a stateful data loader within an epoch. Nothing was changed.
+        saved the position of a stateful data loader within an epoch. Nothing was changed. Or the
+        weights of a model are others; models before it were set.
     CorruptTensorError, StorageError
         It could not be read. Nothing was changed.
     """

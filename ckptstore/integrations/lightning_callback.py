@@ -82,6 +82,8 @@ class LoopState:
             hint = "pass both: Trainer(plugins=[io], callbacks=[CkptStoreCallback(io), ...])"
             raise InvalidInputError(msg, hint=hint)
         self._io.attach(trainer)
+        for one in trainer.checkpoint_callbacks:
+            one.file_exists = self._io.has_saved  # Lightning looks for files
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generators of all ranks. All ranks call it."""

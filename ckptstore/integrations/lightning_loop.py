@@ -273,6 +273,12 @@ class LoopIO:
         if one is not None:
             self._drop(one, f"Lightning removed {name}")
 
+    def has_saved(self, path: str | os.PathLike[str], trainer: object = None) -> bool:
+        """Return whether a version has Lightning's name `path`. All ranks call it."""
+        name = os.fspath(path)
+        pending = self._shards is not None and self._shards[0] == name
+        return from_first(lambda: pending or name in self._own or self._named(name) is not None)
+
     def teardown(self) -> None:
         """Wait until all saves are durable, and raise their error if one failed."""
         self._settle()

@@ -18,6 +18,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import Path, PathFilter, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Leaf, Node, decode_key, pairs
 from ckptstore.model import Version
+from ckptstore.suggestions import did_you_mean
 
 SAFETENSORS_DTYPES: Final[Mapping[str, str]] = {
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
@@ -81,6 +82,7 @@ def plan_file(
     """Return the tensors in the order of the file, and the paths that are left out."""
     left_out = [path_text(path) for path in _plain_values(content.node, ()) if wanted(path)]
     items: dict[str, FileTensor] = {}
+    stripped = not strip_prefix
     for leaf in content.leaves:
         if not wanted(leaf.path):
             continue
@@ -89,13 +91,21 @@ def plan_file(
             left_out.append(text)
             continue
         name = text.removeprefix(strip_prefix)
+        if name.startswith(".") and name != text:
+            msg = f"{text!r} would be {name!r} in the file"
+            raise InvalidInputError(msg, hint=f"end the prefix with the dot: {strip_prefix}.")
         if not name or name in items or name == "__metadata__":
             msg = f"{text!r} would be the second tensor {name!r} in the file, or has no name"
             raise InvalidInputError(msg, hint="leave one of them out with exclude")
         items[name] = file_tensor(name, leaf, content)
+        stripped = stripped or name != text
     wanted.check_all_used()
     if not items:
-        raise TensorNotFoundError("there is no tensor to export")
+        hint = "ckptstore show REF --tree lists the tensors; what is no tensor is left out"
+        raise TensorNotFoundError("there is no tensor to export", hint=hint)
+    if not stripped:
+        msg = f"no exported tensor begins with {strip_prefix!r}"
+        raise InvalidInputError(msg, hint=did_you_mean(strip_prefix, items))
     # The widest elements first keep every tensor aligned, as in the safetensors library.
     order = sorted(items.values(), key=lambda item: (-ITEM_BYTES[item.dtype], item.name))
     return order, tuple(left_out)

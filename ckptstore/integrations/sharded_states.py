@@ -333,7 +333,9 @@ def _check_paths(content: Metadata, parts: Mapping[str, Part]) -> None:
     mine = {path for path in parts if "." in path}
     lists = {path.partition(".")[0] for path in mine}
     found = {f"{path[0]}.{path[1]}" for path in content.planner_data.values() if path[0] in lists}
-    other = sorted(found ^ mine)
+    # A model of which nothing was saved: frozen, or without weights.
+    bare = {path for path in mine - found if isinstance(parts[path], torch.nn.Module)}
+    other = sorted((found ^ mine) - bare)
     if other:
         msg = f"{other[0]} is only in {'the version' if other[0] in found else 'this training'}"
         raise StateError(msg, hint="prepare and register the same things, in the same order")

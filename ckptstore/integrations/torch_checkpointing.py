@@ -228,6 +228,8 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
             There is something at `dst_path`, other than a file that a file replaces.
         FileNotFoundError
             There is nothing at `src_path`.
+        OSError
+            It is a folder that has checkpoints and files beside them. Nothing changed.
         CkptStoreError
             It could not be committed, and nothing changed.
         """
@@ -242,15 +244,18 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
             self._remove([*single, *(one for at, one in files if at == dst)], force=True)
             return
         inside = {at.removeprefix(_in(src)): one for at, one in files if at.startswith(_in(src))}
-        moved = [version for at, version in self._versions(self._folders) if at == src]
+        below = [one for one in self._versions(self._folders) if f"{one[0]}/".startswith(_in(src))]
+        if inside and below:
+            raise OSError(errno.ENOTEMPTY, "it has checkpoints and files", os.fspath(src_path))
         if inside:
             self._commit(self._folders, dst, self._parts(inside))
             self._remove([one for at, one in files if at.startswith(_in(src))], force=True)
             if self._retain:
                 self._folders._retain_after_save()
-        elif moved:
-            self._folders.annotate(f"#{moved[-1].id}", metadata={_KEY: dst})
-        else:
+        for at, version in below:
+            moved = posixpath.join(dst, at.removeprefix(src).lstrip("/")).rstrip("/")
+            self._folders.annotate(f"#{version.id}", metadata={_KEY: moved})
+        if not (inside or below):
             raise FileNotFoundError(errno.ENOENT, "there is nothing", os.fspath(src_path))
 
     def remap_path(self, path: _Path) -> str:
@@ -365,7 +370,7 @@ def path_of(version: Version) -> str:
 def _key(path: _Path) -> str:
     """Return a path without what does not tell it from others."""
     text = posixpath.normpath(os.fspath(path)).lstrip("/")
-    if text.startswith(".."):
+    if f"{text}/".startswith("../"):
         msg = f"{os.fspath(path)!r} leads out of the run"
         raise InvalidInputError(msg, hint="use paths without '..'")
     return "" if text == "." else text

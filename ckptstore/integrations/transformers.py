@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -192,7 +193,10 @@ class StoreTrainerMixin:
             raise errors.StateError(msg, hint="to begin with its weights, load them into the model")
         try:
             with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
-                state = {**self._resumed["trainer_state"], "best_model_checkpoint": None}
+                known = {one.name for one in fields(self.state)}
+                saved = self._resumed["trainer_state"].items()
+                state = {name: value for name, value in saved if name in known}
+                state["best_model_checkpoint"] = None
                 text = json.dumps(state, indent=2, sort_keys=True)
                 Path(folder, _STATE_FILE).write_text(text + "\n", encoding="utf-8")
                 return self._train(folder, kwargs)
@@ -346,7 +350,8 @@ class StoreTrainerMixin:
             if scaler is not None:
                 state["scaler"] = scaler.state_dict()
             state["rng"] = capture_all()
-        state["trainer_state"] = json.loads(json.dumps(vars(self.state)))
+        named = {one.name: getattr(self.state, one.name) for one in fields(self.state)}
+        state["trainer_state"] = json.loads(json.dumps(named))
         if place()[0] == 0:
             state[BESIDE] = describe_model(self.model, self.processing_class)
         return state
@@ -401,8 +406,9 @@ class StoreTrainerMixin:
             for version in self._run.versions()
             if "transformers" in version.metadata and not version.abandoned
         ]
-        best = self._at(self.state.best_global_step) if self.state.best_global_step else None
-        safe = {version.id for version in (*mine[-1:], best) if version is not None}
+        named = self.state.best_model_checkpoint  # of a version, or of a folder before a resume
+        best = [one for one in mine if f"{self._run.name}@{one.step}" == named]
+        safe = {version.id for version in (*mine[-1:], *best)}
         over = len(mine) - max(limit, len(safe))
         for version in [each for each in mine if each.id not in safe][: max(0, over)]:
             try:

@@ -332,6 +332,19 @@ def test_top_k_deletes_by_commits(kit: Package, store: Store) -> None:
     assert back[0].metrics["falling"] > max(version.metrics["falling"] for version in left)
 
 
+@pytest.mark.parametrize("kept", [-1, 3])
+def test_names_that_are_taken_get_another(kit: Package, store: Store, kept: int) -> None:
+    """As Lightning does with files: as many versions as it keeps checkpoints, each of its name."""
+    io = kit.io(store)
+    keep = kit.keep(filename="best", save_top_k=kept, monitor="falling")
+    trainer = kit.trainer(io, keep, epochs=4)
+    trainer.fit(kit.model(), _data(), _data())
+
+    paths = {version.metadata["lightning"]["path"] for version in store.versions("gpt")}
+    assert paths == {*keep.best_k_models}
+    assert len(paths) == (4 if kept < 0 else kept)
+
+
 def test_removals_can_be_left_to_a_policy(kit: Package, store: Store) -> None:
     """Where the store decides what stays, ModelCheckpoint's removals mean nothing."""
     io = kit.io(store, remove="keep")

@@ -211,6 +211,20 @@ def test_renames(storage: CkptStoreStorage, source: str, kind: str) -> None:
         assert storage.ls("") == sorted({start, "there", *(["tmp"] if kind == "folder" else [])})
 
 
+def test_a_folder_moves_whole_or_not_at_all(storage: CkptStoreStorage) -> None:
+    """Versions below a folder move with it; one that has loose files beside them is refused."""
+    _written(storage, "tmp/a")
+    storage.rename("tmp", "all/step_1")
+    storage.rename("all", "other")
+    assert storage.read("other/step_1/a") == b"tmp/a"
+    assert not storage.exists("all")
+    _written(storage, "other/step_1/note")
+    for folder in ("other", "other/step_1"):
+        with pytest.raises(OSError, match="checkpoints and files"):
+            storage.rename(folder, "third")
+    assert storage.ls("other/step_1") == ["a", "note"]
+
+
 def test_folders_and_files(storage: CkptStoreStorage, store: Store) -> None:
     """Listings, files beside a version, deletions; a version's own files do not change."""
     _written(storage, "/ckpts/tmp_step_12/rank_0/model.pt", "/ckpts/tmp_step_12/meta")

@@ -208,6 +208,38 @@ def test_the_limit_deletes_by_commits(store: Store, run: Run, tmp_path: Path) ->
     assert store.undelete([f"gpt@{other}"])[0].step == other
 
 
+class Better(TrainerCallback):  # type: ignore[misc]  # not followed by mypy
+    """Has the metric of an evaluation go by a list, and keeps something of its own in the state."""
+
+    def __init__(self, *losses: float) -> None:
+        self.losses = [*losses]
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        metrics["eval_loss"] = self.losses.pop(0)
+        state.note = torch.ones(1)
+
+
+def test_the_limit_spares_a_best_version_that_a_better_step_has_no_version_beside(
+    run: Run, tmp_path: Path
+) -> None:
+    """A later step was better and was not saved: the version to load at the end is there still.
+
+    What a callback puts on the trainer's state is no part of a version.
+    """
+    options: Any = {
+        "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": False, "save_total_limit": 1,
+    }  # fmt: skip
+    losses = Better(4, 3, 2, 4, 4, 4)
+    trainer = _trainer(run, tmp_path, losses, **options, max_steps=12)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == "gpt@4"
+    assert [version.step for version in run.versions()] == [4, 12]
+    again = _trainer(run, tmp_path, Better(5, 5), **options, max_steps=16)
+    again.train(resume_from_checkpoint=True)
+    assert run.resolve("latest").step == 16
+
+
 @pytest.mark.slow
 def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None:
     """When ``train`` returns, all versions are durable; the limit holds as well."""

@@ -353,15 +353,17 @@ def check_log_is_whole(
     Raises
     ------
     CorruptObjectError
-        A snapshot is newer than the log; there is no commit at all, but a manifest; or many stray
-        manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions) came between two
-        commits that follow each other, or after the last.
+        A snapshot is newer than the log, or of another history; there is no commit at all, but a
+        manifest; or many stray manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live
+        versions) came between two commits that follow each other, or after the last.
     """
     newest = max(snapshot_numbers(repo.backend), default=0)
     if newest > catalog.number and newest > repo.refresh().number:
         what = (
             f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
         )
+    elif other := repo.log.other_history():
+        what = f"the catalog snapshot {other} is of another history than the log's commit {other}"
     elif not catalog.number and strays and not in_flight:
         what = f"there is no commit, but {len(strays)} manifests of versions"
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -296,8 +297,8 @@ class Collection:
     def _look(self, catalog: Catalog) -> Candidates:
         """List packs and manifests.
 
-        By the storage's clock; a dry run of a read-only store takes the time of the newest object,
-        which is never too late.
+        By the storage's clock; a dry run where nothing may be written takes the time of the newest
+        object, which is never too late.
 
         Parameters
         ----------
@@ -305,8 +306,11 @@ class Collection:
             The newest: folded before the listing.
         """
         repo = self.repo
-        clockless = self.dry_run and repo.options.read_only
-        now_s = None if clockless else storage_now(repo)
+        now_s = None
+        if not (self.dry_run and repo.options.read_only):
+            refused = errors.ReadOnlyError, errors.StoragePermissionError
+            with suppress(*(refused if self.dry_run else ())):
+                now_s = storage_now(repo)
         objects: dict[str, ObjectInfo] = {}
         for prefix in (keys.MANIFESTS_PREFIX, keys.PACKS_PREFIX):
             for info in list_objects(self.tasks, prefix, environment=repo.environment):

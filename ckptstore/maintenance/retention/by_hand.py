@@ -6,8 +6,10 @@ until then a removed version can come back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore import errors
 from ckptstore.catalog import lifecycle_ops
@@ -19,6 +21,10 @@ from ckptstore.committing import on_reserve
 from ckptstore.format.keys import pack_key
 from ckptstore.model import Ref, Version
 from ckptstore.repo import Repo
+
+_log = logging.getLogger("ckptstore")
+
+REDUCED: Final = "of it not all is kept: a training cannot go on from it as it was"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,39 +69,46 @@ def remove(
 
     def build(now: Catalog) -> list[Op]:
         if not force:
-            _check_verified(now, chosen)
+            for error in _sole_verified(now, chosen).values():
+                raise error
         return lifecycle_ops.delete(now, chosen, reason=reason, force=force)
 
     if not dry_run:
         on_reserve(repo.backend, lambda: repo.log.append(build))
+    obstacles = _obstacles(catalog, chosen, force=force) if dry_run else {}
     return [
         Removal(
             version=version,
-            obstacle=_obstacle(catalog, version, chosen, force=force) if dry_run else "",
+            obstacle=obstacles.get(version.id, ""),
             reclaimable_bytes=reclaimable(version, "gone"),
         )
         for version in map(catalog.version, chosen)
     ]
 
 
-def _obstacle(catalog: Catalog, version: Version, chosen: Sequence[str], *, force: bool) -> str:
-    """Return why a version cannot be removed with others; empty if it can."""
-    if force and not version.pinned:
-        return ""
-    siblings = {each.id for each in catalog.versions(version.run)}
-    whole_run = siblings <= set(chosen)  # the head of a run may go with all others
-    free = whole_run and not (version.pinned or version.tags)
-    try:
-        lifecycle_ops.delete(catalog, [version.id], force=free)
-        if version.verified:
-            _check_verified(catalog, chosen)
-    except errors.PolicyError as error:
-        return error.message
-    return ""
+def _obstacles(catalog: Catalog, chosen: Sequence[str], *, force: bool) -> dict[str, str]:
+    """Return, by id, why versions cannot be removed together."""
+    going, sole = set(chosen), _sole_verified(catalog, chosen)
+    runs = {catalog.version(one).run for one in chosen}
+    # The head of a run may go with all others.
+    whole = {run for run in runs if all(each.id in going for each in catalog.versions(run))}
+    found: dict[str, str] = {}
+    for version in map(catalog.version, chosen):
+        if force and not version.pinned:
+            continue
+        free = version.run in whole and not (version.pinned or version.tags)
+        try:
+            lifecycle_ops.delete(catalog, [version.id], force=free)
+            if version.verified and version.run in sole:
+                raise sole[version.run]
+        except errors.PolicyError as error:
+            found[version.id] = error.message
+    return found
 
 
-def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
-    """Raise if a run would keep versions, but lose the only ones that were verified."""
+def _sole_verified(catalog: Catalog, chosen: Collection[str]) -> dict[str, errors.PolicyError]:
+    """Return an error for each run that would keep versions, but lose all that were verified."""
+    found: dict[str, errors.PolicyError] = {}
     going = set(chosen)
     for run in dict.fromkeys(catalog.version(one).run for one in chosen):
         versions = [v for v in catalog.versions(run) if v.level != "record"]
@@ -103,7 +116,9 @@ def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
         left = [version for version in versions if version.id not in going]
         if sound and left and all(version.id in going for version in sound):
             msg = f"{sound[-1].label} is the only verified one of its run"
-            raise errors.PolicyError(msg, hint="verify another one first, or force it")
+            hint = "verify another one first, or force it"
+            found[run] = errors.PolicyError(msg, hint=hint)
+    return found
 
 
 def find_deleted(catalog: Catalog, ref: Ref) -> str:
@@ -239,6 +254,8 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
     (before,) = seen
     line = _line(before, before.head_id(run))
     kept = _line(before, version)
+    if kept and kept[0].level != "full":
+        _log.warning("%s: %s", kept[0].label, REDUCED)
     ids = {found.id for found in kept}
     return Rolled(
         target=repo.catalog.version(version),
@@ -251,8 +268,8 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
 def _line(catalog: Catalog, head: str) -> list[Version]:
     """Return a version and its ancestors within its run, newest first, without deleted ones."""
     found: list[Version] = []
-    run = catalog.version(head).run
-    for version in catalog.ancestors(head):
+    run = catalog.version(head).run if head else ""
+    for version in catalog.ancestors(head) if head else ():
         if version.run != run:
             break
         if not version.deleted:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -32,7 +33,15 @@ from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.committing import commit_retrying, on_reserve
-from ckptstore.errors import InvalidInputError, PolicyError, StorageFullError
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    PolicyError,
+    StorageFullError,
+)
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.relocate import record_move, relocate, relocating, write_move
 from ckptstore.maintenance.core.storage_times import Clock, StorageTimes
@@ -72,6 +81,8 @@ class RetainReport(Shown):
     dropped: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Version id to the parts of its state that a reduction to weights takes away, by name: bytes
     in memory. Nothing is known of them after ``quick``."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Version id to why it is not reduced, though the plan says so: it has to be thawed first."""
     clock: Clock = ""
     """The clock that rules of time went by: ``storage``; ``machine``, this one's, in a dry run
     where nothing may be written; empty if no rule asked."""
@@ -199,8 +210,8 @@ def retain(
         No policy was given, and none is stored; or it does not follow the grammar.
     PolicyError
         The plan of a run is refused: its policy would keep no content. Nothing was changed.
-    CorruptObjectError
-        The manifest of a version that is to be aged is damaged; what was committed before stays.
+    IntegrityError, FormatError
+        A version that is to be aged is damaged, and stays; all others were carried out.
     StorageError
         The storage failed; what was committed before stays, and a repetition goes on.
     """
@@ -220,6 +231,9 @@ def retain(
         commits = applying.carry_out()
     elif not quick:
         applying.measure(plans)
+    cold = {one: x for one, x in applying.skipped.items() if isinstance(x, ColdObjectError)}
+    for one in applying.skipped.keys() - cold:
+        raise applying.skipped[one]
     return RetainReport(
         dry_run=dry_run,
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
@@ -227,6 +241,7 @@ def retain(
         clock=applying.times.clock,
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
         dropped=applying.dropped,
+        skipped={one: error.message for one, error in cold.items()},
     )
 
 
@@ -268,6 +283,8 @@ class _Retaining:
     """Version id to the rest of it, where tensors had to be read to know that."""
     dropped: dict[str, Mapping[str, int]] = field(default_factory=dict)
     """As in the report."""
+    skipped: dict[str, CkptStoreError] = field(default_factory=dict)
+    """Version id to the error for which it stays as it is."""
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
         return retention.plan(
@@ -285,7 +302,8 @@ class _Retaining:
                 if not (target := target_of(plan, one)).encodings:
                     continue
                 del recent[:-_RECENT]
-                self.lowered[one.version.id] = weigh(self.repo, one.version, target, recent)
+                with self._skipping(one.version):
+                    self.lowered[one.version.id] = weigh(self.repo, one.version, target, recent)
 
     def carry_out(self) -> list[int]:
         """Commit until nothing is left to do; return the numbers of the commits."""
@@ -351,11 +369,21 @@ class _Retaining:
         for key, target in aged.items():
             if len(self.prepared) == limits.RELOCATES_PER_COMMIT or not room:
                 break
-            if key not in self.prepared:
+            if key not in self.prepared and key[0] not in self.skipped:
                 version = catalog.version(key[0])
-                self.prepared[key] = prepare(self.repo, version, target, self.recent)
-                room -= bool(target.encodings)
-        return bool(gone or aged)
+                with self._skipping(version):
+                    self.prepared[key] = prepare(self.repo, version, target, self.recent)
+                    room -= bool(target.encodings)
+        return bool(gone) or any(key[0] not in self.skipped for key in aged)
+
+    @contextmanager
+    def _skipping(self, version: Version) -> Iterator[None]:
+        """Note a version that cannot be read and stays as it is, and go on with the others."""
+        try:
+            yield
+        except (ColdObjectError, FormatError, IntegrityError) as error:
+            _log.info("%s is not reduced: %s", version.label, error)
+            self.skipped[version.id] = error
 
     def _build(self, now: Catalog) -> Sequence[Op]:
         gone, aged = self._todo(now)
@@ -385,8 +413,8 @@ def age(
     Raises
     ------
     PolicyError
-        One is pinned; or tagged or the head, and `force` is False; or has no tensors of role
-        ``weights``. Nothing was changed.
+        One is pinned; or parts of it are lost; or it is tagged or the head, and `force` is False;
+        or it has no tensors of role ``weights``. Nothing was changed.
     CommitConflictError
         One was deleted or changed meanwhile.
     CorruptObjectError
@@ -423,6 +451,9 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
     now = catalog.version(version.id)
     if now.pinned:
         raise pinned_error(now)
+    if now.damaged and level != "record":
+        msg = f"parts of {now.label} are lost"
+        raise PolicyError(msg, hint="ckptstore repair it first, or keep only its record")
     if now.tags and not force:
         msg = f"{version.label} is tagged {', '.join(now.tags)}"
         raise PolicyError(msg, hint="take the tags away, or force it")

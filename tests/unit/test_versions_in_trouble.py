@@ -1,0 +1,201 @@
+"""Versions that are damaged, cold, deleted or left alone: operations on others go on, and tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gckit
+import pytest
+import torch
+from coldbackend import ColdBackend, Shelf
+from damaging import flip_pack
+
+import ckptstore
+from ckptstore import errors
+from ckptstore.integrations.safetensors_stream import export_safetensors
+
+
+def _state(number: int) -> dict[str, dict[str, torch.Tensor]]:
+    torch.manual_seed(number)
+    return {"model": {"w": torch.randn(20_000)}, "optimizer": {"m": torch.randn(20_000)}}
+
+
+def _saved(folder: Path, count: int, **options: Any) -> ckptstore.Store:  # noqa: ANN401 - of open
+    """Return a new store whose run ``r`` has the steps from 1 on."""
+    store = ckptstore.open(folder, create=True, **options)
+    run = store.run("r", metrics={"loss": "min"})
+    for step in range(1, count + 1):
+        run.save(_state(step), step=step, metrics={"loss": 1 / step})
+    return store
+
+
+def test_lost_parts_stay_known_when_a_version_would_age(tmp_path: Path) -> None:
+    """It ages to its record alone: nothing may be shared with what is lost."""
+    with _saved(tmp_path / "s", 1) as store:
+        packs = list((tmp_path / "s/packs").glob("*/*.pack"))
+        store.run("r").save(_state(2), step=2)
+        for pack in packs:
+            flip_pack(pack)
+        store.repair()
+        with pytest.raises(errors.PolicyError, match=r"parts of r@1 .* are lost"):
+            store.age(["r@1"], "weights")
+        assert store.resolve("r@1").damaged
+        with pytest.raises(errors.CkptStoreError, match="parts of r@1"):
+            store.fork("r@1", "f")
+        assert store.age(["r@1"], "record")
+
+
+@pytest.mark.parametrize("saves", [0, 3])
+def test_a_log_that_was_cut_short_is_not_written_on(
+    tmp_path: Path, saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sound snapshot tells of lost commits: none is written, and nothing is collected.
+
+    Nor is it after other writers went on, who did not see the snapshot.
+    """
+    store = _saved(tmp_path / "s", 6)
+    store.repo.log._write_snapshot(store.repo.catalog)
+    store.close()
+    for lost in sorted((tmp_path / "s/commits").glob("*/*"))[-2:]:
+        lost.unlink()
+    with monkeypatch.context() as unaware:
+        unaware.setattr("ckptstore.catalog.reading.LogReader.snapshots", lambda _: [])
+        for step in range(10, 10 + saves):
+            with ckptstore.open(tmp_path / "s") as other:
+                other.run("r").save(_state(step), step=step)
+    with ckptstore.open(tmp_path / "s") as store:
+        before = {one.step for one in store.versions()}
+        if not saves:
+            with pytest.raises(errors.CorruptObjectError, match=r"snapshots/0+\d+\.snap is there"):
+                store.run("r").save(_state(9), step=9)
+        with pytest.raises(errors.CorruptObjectError, match="commits seem to be lost"):
+            store.gc(grace_s=0, orphan_age_s=0)
+        assert {one.step for one in store.versions()} == before
+
+
+def test_a_cold_version_does_not_keep_others() -> None:
+    """Retention leaves it as it is, says so, and deletes and reduces the others."""
+    place, shelf = gckit.new_place(), Shelf()
+    store = place.open(ColdBackend(place.backend, shelf))
+    run = store.run("r")
+    for step in range(9):
+        run.save(_state(step), step=step)
+    store.archive(["r@0"], storage_class="GLACIER")
+    rules = {"full": "last 2", "weights-int8": "every 4 steps"}
+    (report, again) = (store.retain(rules), store.retain(rules))
+    assert [(v.step, v.level) for v in run.versions()] == [
+        (0, "full"), (4, "weights-int8"), (7, "full"), (8, "full"),
+    ]  # fmt: skip
+    cold = store.resolve("r@0").id
+    assert [*report.skipped] == [*again.skipped] == [cold]
+    assert "must be thawed first" in report.skipped[cold]
+
+
+def test_a_damaged_version_does_not_keep_others(tmp_path: Path) -> None:
+    """Retention carries everything else out, of all runs, and raises then."""
+    with _saved(tmp_path / "s", 1) as store:
+        (pack,) = (tmp_path / "s/packs").glob("*/*.pack")
+        for step in (2, 3):
+            store.run("r").save(_state(step), step=step)
+            store.run("other").save(_state(10 + step), step=step)
+        flip_pack(pack)
+        with pytest.raises(errors.IntegrityError):
+            store.retain({"full": "last 1", "weights-int8": "every 1 steps"})
+        kept = {run: [v.level for v in store.run(run).versions()] for run in ("r", "other")}
+        assert kept == {"r": ["full", "weights-int8", "full"], "other": ["weights-int8", "full"]}
+
+
+def test_a_tag_does_not_move_to_what_was_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that has it keeps it."""
+    with _saved(tmp_path / "s", 3) as store, ckptstore.open(tmp_path / "s") as other:
+        store.tag("r@1", "release")
+        append = store.repo.log.append
+
+        def late(build: Any) -> Any:  # noqa: ANN401 - of the log
+            monkeypatch.undo()
+            other.remove(["r@2"])
+            return append(build)
+
+        monkeypatch.setattr(store.repo.log, "append", late)
+        with pytest.raises(errors.VersionNotFoundError, match="was deleted"):
+            store.tag("r@2", "release")
+        assert store.resolve("r@release").step == 1
+
+
+def test_a_head_that_was_abandoned_has_its_line_again(tmp_path: Path) -> None:
+    """The head of a run is deleted after a rollback: what is left is no longer abandoned."""
+    with _saved(tmp_path / "s", 3) as store:
+        run = store.run("r")
+        run.rollback(1)
+        store.remove(["r@1"], force=True)
+        assert run.resolve("latest").step == 3
+        run.save(_state(4), step=4, metrics={"loss": 9})
+        assert [one.abandoned for one in run.versions()] == [False, False, False]
+        assert run.resolve("best:loss").step == 3
+        assert not store.retain({"full": "last 3"}, dry_run=True).changes
+
+
+def test_a_run_without_a_head(tmp_path: Path) -> None:
+    """A replica has abandoned versions alone: refs that need a head say so, a rollback gives it."""
+    with _saved(tmp_path / "s", 3) as store:
+        store.rollback("r@1")
+        store.replicate(to=tmp_path / "t", refs=["r@3"])
+    with ckptstore.open(tmp_path / "t") as replica:
+        with pytest.raises(errors.VersionNotFoundError, match="has no head here"):
+            replica.load("r")
+        assert not replica.rollback("r@3").abandoned
+        assert replica.resolve("r").step == 3
+
+
+def test_the_dry_run_of_a_removal_finds_what_stands_in_the_way(tmp_path: Path) -> None:
+    """Of many versions of a run, each with its own reason."""
+    with _saved(tmp_path / "s", 4) as store:
+        store.pin("r@1")
+        store.tag("r@2", "kept")
+        found = store.remove([f"r@{step}" for step in range(1, 5)], dry_run=True)
+        assert [one.obstacle.partition("is ")[2][:7] for one in found] == [
+            "pinned", "tagged ", "", "",
+        ]  # fmt: skip
+
+
+def test_a_rollback_to_reduced_weights_keeps_what_is_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It warns; and retention spares the newest version that a training can go on from."""
+    with _saved(tmp_path / "s", 4) as store:
+        run = store.run("r")
+        store.age(["r@2"], "weights")
+        run.rollback(2)
+        assert "r@2" in caplog.text
+        assert "cannot go on from it" in caplog.text
+        rules = {"full": "last 1", "record": "all"}
+        (plan,) = store.retain(rules).plans
+        assert [one.fate for one in plan.decisions] == ["record", "weights", "record", "full"]
+        run.rollback(4)
+        assert run.load().keys() == {"model", "optimizer"}
+
+
+def test_a_prefix_that_no_exported_tensor_has_is_an_error(tmp_path: Path) -> None:
+    """A misspelled one writes no file under names that nobody meant."""
+    with _saved(tmp_path / "s", 1) as store:
+        for prefix, told in (("mdl.", "no exported tensor begins"), ("model", "with the dot")):
+            with pytest.raises(errors.InvalidInputError, match=told):
+                export_safetensors(store, "r@1", tmp_path / "x.safetensors", strip_prefix=prefix)
+        assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_a_dry_collection_needs_no_right_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by the newest object's time where no object can be made for its clock."""
+    _saved(tmp_path / "s", 2).close()
+
+    def refuses(key: str, _: object) -> None:
+        raise errors.StoragePermissionError(f"put {key}")
+
+    with ckptstore.open(tmp_path / "s") as store:
+        monkeypatch.setattr(store.repo.backend, "put", refuses)
+        assert store.gc(dry_run=True).dry_run
