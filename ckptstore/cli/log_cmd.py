@@ -22,19 +22,11 @@ from ckptstore.catalog.state import Op
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions, Utc
-from ckptstore.cli.text import (
-    bytes_text,
-    committed_at,
-    counted,
-    listed,
-    metric_text,
-    time_text,
-    version_text,
-)
+from ckptstore.cli.text import committed_at, counted, listed, metric_text, time_text, version_text
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.format.keys import PACKS_PREFIX
 from ckptstore.maintenance.reports.documents import metrics_document, time_document
-from ckptstore.shown import parts_text
+from ckptstore.shown import bytes_text, parts_text
 from ckptstore.store import Store
 
 _ROWS: Final = 20
