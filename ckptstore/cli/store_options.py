@@ -143,6 +143,17 @@ class WriterOptions(CommonOptions):
 
     single_writer: bool = False
 
+    def unopened(self) -> dict[str, Any]:
+        """Return options, key and `single_writer` for a store that is mended without being opened.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        own = {"encryption_key": self.key, "single_writer": self.single_writer}
+        return {**own, **self.storage_options()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:

@@ -272,15 +272,9 @@ def _mend_superblock(
     options: store_options.WriterOptions, source: Store | None, *, dry_run: bool
 ) -> SuperblockFinding | None:
     """Recover the superblock that opens the store; None if it is intact."""
+    url, given = session.location(options.store), options.unopened()
     with session.vouching():
-        return mend_superblock(
-            session.location(options.store),
-            source=source,
-            single_writer=options.single_writer,
-            dry_run=dry_run,
-            encryption_key=options.key,
-            **options.storage_options(),
-        )
+        return mend_superblock(url, source=source, dry_run=dry_run, **given)
 
 
 def _repair_document(
