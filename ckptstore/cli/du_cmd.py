@@ -130,10 +130,8 @@ def _cells(part: RoleBytes) -> tuple[str, ...]:
 def _draw_runs(
     screen: Screen, groups: Mapping[str, Sequence[Version]], everything: Sequence[Version]
 ) -> None:
-    rows = [
-        (name, count_text(len(versions)), *_cells(_total(versions)))
-        for name, versions in [*groups.items(), ("total", everything)]
-    ]
+    lines = [*groups.items(), ("total", everything)]
+    rows = [(name, count_text(len(part)), *_cells(_total(part))) for name, part in lines]
     screen.table((Column("RUN"), Column("VERSIONS", right=True), *_BYTES), rows)
 
 

@@ -84,9 +84,8 @@ def ls(
         versions = list(islice(found, min(wanted, total)))
         metrics = metric or _usual_metrics(runs, versions, sort)
         heads, best = {info.head for info in runs}, best_marks(catalog, runs)
-        listing = _Listing(
-            catalog, runs, versions, total, heads, best, metrics, one_run=run is not None, utc=utc
-        )
+        one_run = run is not None
+        listing = _Listing(catalog, runs, versions, total, heads, best, metrics, one_run, utc)
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
     if total or not (where or tag):
         output.note_rest(len(versions), total, "version")

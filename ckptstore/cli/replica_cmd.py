@@ -58,9 +58,8 @@ def replica(
     _check(action, name, url)
     with opened(options, writing=action != "ls") as found:
         if action == "add":
-            added = found.add_replica(
-                str(name), str(url), create=create, **target.given(placed=False)
-            )
+            given = target.given(placed=False)
+            added = found.add_replica(str(name), str(url), create=create, **given)
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
         elif action == "rm":
             gone = found.repo.refresh().replicas.get(str(name))

@@ -97,14 +97,12 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
     """Return source and target, two stores, which the stack closes."""
     with _told_which("source", job.source.url):
         workers, words = job.copy.workers or workers_default(), _words(job.source)
-        source = stack.enter_context(
-            open_store(job.source.url, read_only=dry_run, workers=workers, **words)
-        )
+        opened = open_store(job.source.url, read_only=dry_run, workers=workers, **words)
+        source = stack.enter_context(opened)
     _selected(source, job)  # refuses a selection that names nothing before a store is made
     with _told_which("target", job.target.url):
-        target = stack.enter_context(
-            open_target_of(source, job.target.url, dry_run=dry_run, **_words(job.target))
-        )
+        opening = open_target_of(source, job.target.url, dry_run=dry_run, **_words(job.target))
+        target = stack.enter_context(opening)
     if source.info.store_id == target.info.store_id:
         msg = f"the source and the target of the job {job.name!r} are one store"
         raise errors.ConflictError(msg, hint="name two stores, neither a copy of the other")

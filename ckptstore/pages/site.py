@@ -303,9 +303,8 @@ def _what(op: Op) -> str:
 
 
 Document = Callable[[Store, Mapping[str, str]], dict[str, Any]]
-DOCUMENTS: Final[Mapping[str, Document]] = {
-    one.__name__: one for one in (overview, run, lineage, version, values, diff, storage, health)
-}
+_MAKERS: Final = (overview, run, lineage, version, values, diff, storage, health)
+DOCUMENTS: Final[Mapping[str, Document]] = {maker.__name__: maker for maker in _MAKERS}
 _JSON: Final = "application/json"
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),

@@ -123,9 +123,8 @@ class ServeApp:
             code = names.get(status, "InternalError")
             return s3_error(status, code, message)
         shown = quote(message.replace("\n", " ")[:_SHOWN_CHARS], safe=" /:;,.@#'()=-")
-        return PlainTextResponse(
-            message + "\n", status, {"X-Error-Message": shown, **(headers or {})}
-        )
+        told = {"X-Error-Message": shown, **(headers or {})}
+        return PlainTextResponse(message + "\n", status, told)
 
     async def _answer(self, request: Request, *, s3: bool) -> Response:
         raw = request.scope["raw_path"].decode("latin-1").removeprefix("/")
@@ -146,9 +145,7 @@ class ServeApp:
             path = "/" + "/".join(parts)
             answer = await run_sync(partial(self._page, path, dict(request.query_params)))
         if answer is None:
-            raise HTTPException(
-                404, "there is nothing at this path", {"X-Error-Code": "RepoNotFound"}
-            )
+            raise _missing("RepoNotFound", "there is nothing at this path")
         return answer
 
     def _page(self, path: str, query: Mapping[str, str]) -> Response | None:
@@ -379,9 +376,8 @@ def _tags(values: Mapping[str, object]) -> str:
 
 
 def _xml(text: str, status: int = 200) -> Response:
-    return Response(
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{text}', status, None, "application/xml"
-    )
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
+    return Response(body, status, None, "application/xml")
 
 
 class S3Bucket:

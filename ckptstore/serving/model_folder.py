@@ -195,9 +195,8 @@ def _adapters(
         if not as_read:
             own = find_adapter(items, name, config, alone=alone)
         place = "" if name == "default" or as_read else name + "/"
-        planned = plan_weights(
-            own, "adapter_model", dtype, limits.SHARD_BYTES_AS_READ, as_read=True
-        )
+        most = limits.SHARD_BYTES_AS_READ
+        planned = plan_weights(own, "adapter_model", dtype, most, as_read=True)
         files |= {_inside(place + file): made for file, made in planned.items()}
         files[_inside(place + "adapter_config.json")] = _json(config)
     return files

@@ -155,9 +155,8 @@ def publish_copy(
         msg = f"{target.url} shows versions besides: {', '.join(others[:_LISTED])}{more}"
         hint = "publish to an empty location, or keep them there with --add (add=True)"
         raise PolicyError(msg, hint=hint)
-    request = ReplicateRequest(
-        alone=True, again=chosen if restricted else frozenset(), progress=progress
-    )
+    again = chosen if restricted else frozenset[str]()
+    request = ReplicateRequest(alone=True, again=again, progress=progress)
     kept = tuple(one.id for one in besides if one.id in deleted)
     return publish(target, replicate(source, target, versions, request), kept)
 
