@@ -14,7 +14,7 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, count_text, counted, receipt_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.maintenance.reports.documents import name_document, objects_document, role_document
+from ckptstore.maintenance.reports import documents
 from ckptstore.maintenance.reports.usage import ObjectTotals, StoreStats, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
@@ -63,9 +63,9 @@ def du(
         everything = [one for versions in groups.values() for one in versions]
         document = {
             "store": opening.url,
-            **_bytes_document(everything),
+            **documents.bytes_document(everything),
             "runs": [_run_document(name, versions) for name, versions in groups.items()],
-            "objects": objects_document(objects) or None,
+            "objects": documents.objects_document(objects) or None,
             "sharing": None if usage is None else _sharing_document(usage, groups),
         }
 
@@ -104,14 +104,10 @@ def _total(versions: Sequence[Version]) -> RoleBytes:
     return sum_roles(part for version in versions for part in version.roles.values())
 
 
-def _bytes_document(versions: Sequence[Version]) -> dict[str, Any]:
-    roles = {role: role_document(part) for role, part in sorted(by_role(versions).items())}
-    return {**role_document(_total(versions)), "roles": roles}
-
-
 def _run_document(name: str, versions: Sequence[Version]) -> dict[str, Any]:
-    each = [{"id": one.id, "step": one.step, **_bytes_document([one])} for one in versions]
-    return {"name": name, **_bytes_document(versions), "versions": each}
+    count = documents.bytes_document
+    each = [{"id": one.id, "step": one.step, **count([one])} for one in versions]
+    return {"name": name, **count(versions), "versions": each}
 
 
 _BYTES = (
@@ -280,7 +276,9 @@ def _show_exposition(store: Store, output: Output) -> None:
 def _show_transfers(store: Store, output: Output, run: str | None) -> None:
     """Print what the last saves wrote, as their receipts say."""
     saves = store.versions(run)[-_SAVES_MAX:]
-    rows = [{**name_document(save), **Transfers.of(save.receipt).document()} for save in saves]
+    rows = [
+        {**documents.name_document(save), **Transfers.of(save.receipt).document()} for save in saves
+    ]
     version = Column("VERSION", lambda row: f"{row['run']}@{row['step']}")
     columns = [
         Column(title, partial(_transfer_cell, name), right=True) for title, name in _COLUMNS.items()
@@ -319,7 +317,7 @@ def _stats_document(
         "versions_count": totals.versions_count,
         "deleted_count": deleted,
         "commits_count": totals.commits_count,
-        **role_document(totals.total),
+        **documents.role_document(totals.total),
         "chunks_count": shared.chunks_count,
         "live_bytes": shared.stored_bytes,
         "live_raw_bytes": shared.raw_bytes,
@@ -327,12 +325,12 @@ def _stats_document(
         "condemned_count": condemned,
         "size_bytes": totals.size_bytes if totals.objects else None,
         "roles": {
-            role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
+            role: {**documents.role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
         },
         "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
         "skipped": shared.skipped,
-        "objects": objects_document(totals.objects),
+        "objects": documents.objects_document(totals.objects),
     }
 
 

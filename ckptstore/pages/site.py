@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
@@ -32,7 +32,7 @@ from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.reports import documents
-from ckptstore.maintenance.reports.usage import by_role, replica_lags, sum_roles
+from ckptstore.maintenance.reports.usage import replica_lags
 from ckptstore.model import Version, auto_choice
 from ckptstore.pages.run_documents import RUNS_MAX, lineage, overview, rounded, run
 from ckptstore.store import Store
@@ -245,13 +245,8 @@ def storage(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _bytes(versions: Iterable[Version]) -> dict[str, Any]:
-    roles = by_role(versions)
-    return {
-        "versions": sum(1 for _ in versions),
-        **documents.role_document(sum_roles(roles.values())),
-        "roles": {role: documents.role_document(part) for role, part in sorted(roles.items())},
-    }
+def _bytes(versions: Sequence[Version]) -> dict[str, Any]:
+    return {"versions": len(versions), **documents.bytes_document(versions)}
 
 
 def health(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
@@ -272,9 +267,7 @@ def health(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         "last_gc": _last(commits, Condemn, Swept),
         "replicas": [
             {
-                **msgspec.to_builtins(lag.replica),
-                "versions": lag.versions_count,
-                "missing": lag.missing_count,
+                **documents.lag_document(lag),
                 "missing_bytes": lag.missing_bytes,
                 "oldest_ms": lag.oldest and round(lag.oldest.created_at.timestamp() * 1000),
             }
