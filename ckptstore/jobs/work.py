@@ -30,7 +30,7 @@ from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
 from ckptstore.maintenance.reports.prometheus_text import metric
 from ckptstore.maintenance.retention.retain import RetainReport, retain
-from ckptstore.model import Version, naming
+from ckptstore.model import NamedVersion, Version, naming
 from ckptstore.store import Store, open_store
 from ckptstore.store.opening import open_target_of
 from ckptstore.store.replicating import missing
@@ -219,11 +219,10 @@ class _Run:
         else:
             error, code = problem_of(result)
         seconds = self.environment.monotonic() - began
-        self.steps.append(
-            StepReport(
-                name=name, ok=not error, seconds=seconds, result=result, error=error, exit_code=code
-            )
+        done = StepReport(
+            name=name, ok=not error, seconds=seconds, result=result, error=error, exit_code=code
         )
+        self.steps.append(done)
         return not error
 
     def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
@@ -401,8 +400,8 @@ class _Run:
         there = self.target.repo.refresh()
         late = []
         for version in self.chosen(after):
-            one = there.has_version(version.id) and there.version(version.id)
-            if not one or not (is_settled(one) or (one.level != "record" and not one.damaged)):
+            one = there.find(version.id)
+            if one is None or not (is_settled(one) or (one.level != "record" and not one.damaged)):
                 late.append(Overdue(**naming(version), age_s=self.times.age_s(version)))
         return late
 
@@ -427,9 +426,9 @@ def _has(there: Catalog, version: Version, store: str) -> bool:
 
     What it has must have been read back there: the source notes its id, `store`, only then.
     """
-    if not there.has_version(version.id):
+    found = there.find(version.id)
+    if found is None:
         return False
-    found = there.version(version.id)
     whole = not (has_less(found, version) or found.damaged)
     return is_settled(found) or (whole and store in version.replicas)
 
@@ -444,10 +443,10 @@ def _rests_on(there: Catalog, version: Version, store: str) -> bool:
 
     The target may have evicted the version because `store` holds it, so `store` must keep it.
     """
-    if not there.has_version(version.id):
+    found = there.find(version.id)
+    if found is None or found.level != "record" or found.deleted:
         return False
-    found = there.version(version.id)
-    return found.level == "record" and not found.deleted and set(found.replicas) == {store}
+    return set(found.replicas) == {store}
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -481,12 +480,9 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
+class Overdue(NamedVersion):
     """A late version: the target should hold it, and does not."""
 
-    version: str
-    run: str
-    step: int
     age_s: float
 
 
