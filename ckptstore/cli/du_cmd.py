@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.backends.transfers import Transfers
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
@@ -123,9 +124,7 @@ def _cells(part: RoleBytes) -> tuple[str, ...]:
     return (bytes_text(part.logical), bytes_text(part.new), bytes_text(part.stored), share)
 
 
-def _draw_runs(
-    screen: Screen, groups: Mapping[str, Sequence[Version]], everything: Sequence[Version]
-) -> None:
+def _draw_runs(screen: Screen, groups: _Groups, everything: Sequence[Version]) -> None:
     lines = [*groups.items(), ("total", everything)]
     rows = [(name, count_text(len(part)), *_cells(_total(part))) for name, part in lines]
     screen.table((Column("RUN"), Column("VERSIONS", right=True), *_BYTES), rows)
@@ -255,12 +254,8 @@ def stats(
         with output.progress() as progress:
             shared = opening.sharing(progress=progress)
         totals = opening.stats()
-        url = opening.url
-        catalog = opening.repo.catalog
-        deleted = sum(1 for _ in catalog.versions(deleted=True))
-        condemned = len(catalog.condemned)
-    document = {"store": url, **_stats_document(totals, shared, deleted, condemned)}
-    output.show(document, lambda screen: _draw_stats(screen, totals, shared, deleted, condemned))
+        document = {"store": opening.url, **_stats_document(opening.repo.catalog, totals, shared)}
+    output.show(document, lambda screen: _draw_stats(screen, totals, shared, document))
     for reason in shared.skipped:
         output.note(f"left out of what is live: {reason}")
 
@@ -308,21 +303,19 @@ _COLUMNS: Final = {
 """Columns of --transfers."""
 
 
-def _stats_document(
-    totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
-) -> dict[str, Any]:
+def _stats_document(catalog: Catalog, totals: StoreStats, shared: SharedUsage) -> dict[str, Any]:
     packs = totals.objects.get("packs")
     return {
         "runs_count": totals.runs_count,
         "versions_count": totals.versions_count,
-        "deleted_count": deleted,
+        "deleted_count": sum(1 for _ in catalog.versions(deleted=True)),
         "commits_count": totals.commits_count,
         **documents.role_document(totals.total),
         "chunks_count": shared.chunks_count,
         "live_bytes": shared.stored_bytes,
         "live_raw_bytes": shared.raw_bytes,
         "dead_bytes": None if packs is None else max(0, packs.size_bytes - shared.stored_bytes),
-        "condemned_count": condemned,
+        "condemned_count": len(catalog.condemned),
         "size_bytes": totals.size_bytes if totals.objects else None,
         "roles": {
             role: {**documents.role_document(part), "live_bytes": shared.roles.get(role, 0)}
@@ -335,10 +328,11 @@ def _stats_document(
 
 
 def _draw_stats(
-    screen: Screen, totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
+    screen: Screen, totals: StoreStats, shared: SharedUsage, document: Mapping[str, Any]
 ) -> None:
-    live, packs, size = shared.stored_bytes, totals.objects.get("packs"), "not listed here"
-    dead = size if packs is None else f"{bytes_text(max(0, packs.size_bytes - live))} in packs"
+    live, dead_bytes, size = shared.stored_bytes, document["dead_bytes"], "not listed here"
+    dead = size if dead_bytes is None else f"{bytes_text(dead_bytes)} in packs"
+    deleted = document["deleted_count"]
     ratio = f"{totals.total.logical / live:.2f} bytes of state for each byte" if live else "-"
     versions = count_text(totals.versions_count)
     chunks = counted(shared.chunks_count, "chunk")
@@ -350,7 +344,7 @@ def _draw_stats(
             "state": f"{bytes_text(totals.total.logical)} if every version were loaded",
             "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks}",
             "live": f"{bytes_text(live)} stored: {ratio}",
-            "dead": f"{dead}, {counted(condemned, 'object')} condemned",
+            "dead": f"{dead}, {counted(document['condemned_count'], 'object')} condemned",
             "objects": bytes_text(totals.size_bytes) if totals.objects else size,
         }
     )
