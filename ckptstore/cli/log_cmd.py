@@ -78,11 +78,8 @@ def log(
         if run is not None:
             catalog.run(run)
         commits = _newest(opening, catalog, run, limit)
-        document = {
-            "store": opening.url,
-            "commits_count": catalog.number,
-            "commits": [_commit_document(commit) for commit in commits],
-        }
+        listing = [_commit_document(commit) for commit in commits]
+        document = {"store": opening.url, "commits_count": catalog.number, "commits": listing}
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
         shown = len(commits) if run is None else catalog.number
         output.note_rest(shown, catalog.number, "commit", lists="shows")

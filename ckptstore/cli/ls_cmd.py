@@ -121,16 +121,16 @@ class _Listing:
 
     def document(self, url: str) -> dict[str, Any]:
         """Return everything as one document."""
+
+        def described(version: Version) -> dict[str, Any]:
+            best = self.best.get(version.id, ())
+            return version_document(version, head=version.id in self.heads, best=best)
+
         return {
             "store": url,
             "runs": [run_document(info) for info in self.runs],
             "versions_count": self.total,
-            "versions": [
-                version_document(
-                    version, head=version.id in self.heads, best=self.best.get(version.id, ())
-                )
-                for version in self.versions
-            ],
+            "versions": [described(version) for version in self.versions],
         }
 
     def draw(self, screen: Screen) -> None:

@@ -70,21 +70,16 @@ def version(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     info = catalog.run(one.run)
     (plan,) = retention.plan(catalog, run=one.run, times=StorageTimes(store.repo))
     fate = next((each for each in plan.decisions if each.version.id == one.id), None)
-    head = info.head == one.id
+    best = best_marks(catalog, [info]).get(one.id, ())
+    held = [each for each in catalog.replicas.values() if each.store in one.replicas]
     line = islice(catalog.ancestors(one.id), 1, _RELATIVES_MAX + 1)
     return {
-        "version": documents.version_document(
-            one, head=head, best=best_marks(catalog, [info]).get(one.id, ())
-        ),
+        "version": documents.version_document(one, head=info.head == one.id, best=best),
         "directions": info.metrics,
         "codec": auto_choice(one.receipt),
         "ancestors": [documents.name_document(each) for each in line],
         "children": _children(catalog, one),
-        "replicas": [
-            msgspec.to_builtins(each)
-            for each in catalog.replicas.values()
-            if each.store in one.replicas
-        ],
+        "replicas": msgspec.to_builtins(held),
         "retention": {
             "policy": str(plan.policy) if plan.policy else "",
             "refused": plan.refused,
