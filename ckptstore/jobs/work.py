@@ -225,12 +225,14 @@ class _Run:
         self.steps.append(done)
         return not error
 
+    @property
+    def _tasks(self) -> dict[str, Any]:
+        """Options of operations that run in tasks."""
+        return {"executor": self.job.copy.engine, "workers": self.job.copy.tasks}
+
     def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
         """Read a part of a store; after damage, repair the store from the other."""
-        copy = self.job.copy
-        found = store.verify(
-            sample=share, executor=copy.engine, workers=copy.tasks, progress=self.progress
-        )
+        found = store.verify(sample=share, progress=self.progress, **self._tasks)
         result: dict[str, Any] = {"chunks": found.chunks_count, "problems": len(found.problems)}
         if found.ok or self.dry_run:
             return result
@@ -251,9 +253,8 @@ class _Run:
             bytes_per_s=float(parse_bytes(str(self.job.copy.rate))),
             progress=self.progress,
         )
-        engine, tasks = self.job.copy.engine, self.job.copy.tasks
         source, target = self.source.repo, self.target.repo
-        report = replicate(source, target, versions, request, executor=engine, workers=tasks)
+        report = replicate(source, target, versions, request, **self._tasks)
         self.replicated = report
         return {
             "selected": len(versions),
@@ -383,12 +384,8 @@ class _Run:
 
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
-        report = store.gc(
-            dry_run=self.dry_run,
-            grace_s=limits.GC_GRACE_S if grace is None else float(parse_duration(grace)),
-            executor=self.job.copy.engine,
-            workers=self.job.copy.tasks,
-        )
+        grace_s = limits.GC_GRACE_S if grace is None else float(parse_duration(grace))
+        report = store.gc(dry_run=self.dry_run, grace_s=grace_s, **self._tasks)
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
         return {"reclaimable_now_bytes": freed}
 
