@@ -77,6 +77,11 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count and its noun, given in the singular: ``1 pack``, ``1,200 packs``."""
+    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HtmlTable:
     """A summary in one line, and its details as a table."""

@@ -17,7 +17,7 @@ from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.cli.output import Column, Output, Screen, encode_document
 from ckptstore.cli.session import full_ref, opened, vouching
 from ckptstore.cli.store_options import DryRun, WriterOptions
-from ckptstore.cli.text import age_text, bytes_text, counted, packs_text, seconds_text
+from ckptstore.cli.text import age_text, bytes_text, counted, listed, packs_text, seconds_text
 from ckptstore.config import SYSTEM
 from ckptstore.errors import CkptStoreError, InvalidInputError, PolicyError, StorageError
 
@@ -135,11 +135,8 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
         packs = counted(len(report.left), "pack")
         keepers = {version for one in report.left for version in one.versions}
         shown = sorted(names.get(version, version[:8]) for version in keepers)
-        more = ", ..." if len(shown) > _LISTED else ""
-        screen.line(
-            f"{packs} of {bytes_text(size)} stay, since others need them:"
-            f" {', '.join(shown[:_LISTED])}{more}"
-        )
+        named = listed(shown, most=_LISTED)
+        screen.line(f"{packs} of {bytes_text(size)} stay, since others need them: {named}")
     for one in report.skipped[:_LISTED]:
         screen.line(f"not moved: pack {one.pack}: {one.why}", style="red")
     if len(report.skipped) > _LISTED:

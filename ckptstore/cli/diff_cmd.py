@@ -136,9 +136,8 @@ def _nbytes(change: TensorChange) -> int:
 
 def _same(change: TensorChange) -> str:
     nbytes = _nbytes(change)
-    return (
-        f"{100 * change.same_bytes / nbytes:.0f}%" if nbytes and change.status == "changed" else "-"
-    )
+    has_share = nbytes and change.status == "changed"
+    return f"{100 * change.same_bytes / nbytes:.0f}%" if has_share else "-"
 
 
 def _was(change: TensorChange) -> str:
@@ -147,10 +146,8 @@ def _was(change: TensorChange) -> str:
         return "-"
     if change.status == "moved":
         return change.before.path
-    kinds = [
-        f"{side.dtype} {'x'.join(map(str, side.shape)) or 'scalar'}"
-        for side in (change.before, change.after)
-    ]
+    sides = (change.before, change.after)
+    kinds = [f"{side.dtype} {'x'.join(map(str, side.shape)) or 'scalar'}" for side in sides]
     return "-" if kinds[0] == kinds[1] else f"{kinds[0]}, now {kinds[1]}"
 
 

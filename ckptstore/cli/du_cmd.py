@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.backends.transfers import Transfers
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, count_text, counted, receipt_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.maintenance.reports.documents import name_document, objects_document, role_document
+from ckptstore.maintenance.reports import documents
 from ckptstore.maintenance.reports.usage import ObjectTotals, StoreStats, by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
@@ -63,9 +64,9 @@ def du(
         everything = [one for versions in groups.values() for one in versions]
         document = {
             "store": opening.url,
-            **_bytes_document(everything),
+            **documents.bytes_document(everything),
             "runs": [_run_document(name, versions) for name, versions in groups.items()],
-            "objects": objects_document(objects) or None,
+            "objects": documents.objects_document(objects) or None,
             "sharing": None if usage is None else _sharing_document(usage, groups),
         }
 
@@ -104,14 +105,10 @@ def _total(versions: Sequence[Version]) -> RoleBytes:
     return sum_roles(part for version in versions for part in version.roles.values())
 
 
-def _bytes_document(versions: Sequence[Version]) -> dict[str, Any]:
-    roles = {role: role_document(part) for role, part in sorted(by_role(versions).items())}
-    return {**role_document(_total(versions)), "roles": roles}
-
-
 def _run_document(name: str, versions: Sequence[Version]) -> dict[str, Any]:
-    each = [{"id": one.id, "step": one.step, **_bytes_document([one])} for one in versions]
-    return {"name": name, **_bytes_document(versions), "versions": each}
+    count = documents.bytes_document
+    each = [{"id": one.id, "step": one.step, **count([one])} for one in versions]
+    return {"name": name, **count(versions), "versions": each}
 
 
 _BYTES = (
@@ -127,13 +124,9 @@ def _cells(part: RoleBytes) -> tuple[str, ...]:
     return (bytes_text(part.logical), bytes_text(part.new), bytes_text(part.stored), share)
 
 
-def _draw_runs(
-    screen: Screen, groups: Mapping[str, Sequence[Version]], everything: Sequence[Version]
-) -> None:
-    rows = [
-        (name, count_text(len(versions)), *_cells(_total(versions)))
-        for name, versions in [*groups.items(), ("total", everything)]
-    ]
+def _draw_runs(screen: Screen, groups: _Groups, everything: Sequence[Version]) -> None:
+    lines = [*groups.items(), ("total", everything)]
+    rows = [(name, count_text(len(part)), *_cells(_total(part))) for name, part in lines]
     screen.table((Column("RUN"), Column("VERSIONS", right=True), *_BYTES), rows)
 
 
@@ -261,12 +254,8 @@ def stats(
         with output.progress() as progress:
             shared = opening.sharing(progress=progress)
         totals = opening.stats()
-        url = opening.url
-        catalog = opening.repo.catalog
-        deleted = sum(1 for _ in catalog.versions(deleted=True))
-        condemned = len(catalog.condemned)
-    document = {"store": url, **_stats_document(totals, shared, deleted, condemned)}
-    output.show(document, lambda screen: _draw_stats(screen, totals, shared, deleted, condemned))
+        document = {"store": opening.url, **_stats_document(opening.repo.catalog, totals, shared)}
+    output.show(document, lambda screen: _draw_stats(screen, totals, shared, document))
     for reason in shared.skipped:
         output.note(f"left out of what is live: {reason}")
 
@@ -282,7 +271,9 @@ def _show_exposition(store: Store, output: Output) -> None:
 def _show_transfers(store: Store, output: Output, run: str | None) -> None:
     """Print what the last saves wrote, as their receipts say."""
     saves = store.versions(run)[-_SAVES_MAX:]
-    rows = [{**name_document(save), **Transfers.of(save.receipt).document()} for save in saves]
+    rows = [
+        {**documents.name_document(save), **Transfers.of(save.receipt).document()} for save in saves
+    ]
     version = Column("VERSION", lambda row: f"{row['run']}@{row['step']}")
     columns = [
         Column(title, partial(_transfer_cell, name), right=True) for title, name in _COLUMNS.items()
@@ -312,37 +303,36 @@ _COLUMNS: Final = {
 """Columns of --transfers."""
 
 
-def _stats_document(
-    totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
-) -> dict[str, Any]:
+def _stats_document(catalog: Catalog, totals: StoreStats, shared: SharedUsage) -> dict[str, Any]:
     packs = totals.objects.get("packs")
     return {
         "runs_count": totals.runs_count,
         "versions_count": totals.versions_count,
-        "deleted_count": deleted,
+        "deleted_count": sum(1 for _ in catalog.versions(deleted=True)),
         "commits_count": totals.commits_count,
-        **role_document(totals.total),
+        **documents.role_document(totals.total),
         "chunks_count": shared.chunks_count,
         "live_bytes": shared.stored_bytes,
         "live_raw_bytes": shared.raw_bytes,
         "dead_bytes": None if packs is None else max(0, packs.size_bytes - shared.stored_bytes),
-        "condemned_count": condemned,
+        "condemned_count": len(catalog.condemned),
         "size_bytes": totals.size_bytes if totals.objects else None,
         "roles": {
-            role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
+            role: {**documents.role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
         },
         "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
         "skipped": shared.skipped,
-        "objects": objects_document(totals.objects),
+        "objects": documents.objects_document(totals.objects),
     }
 
 
 def _draw_stats(
-    screen: Screen, totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
+    screen: Screen, totals: StoreStats, shared: SharedUsage, document: Mapping[str, Any]
 ) -> None:
-    live, packs, size = shared.stored_bytes, totals.objects.get("packs"), "not listed here"
-    dead = size if packs is None else f"{bytes_text(max(0, packs.size_bytes - live))} in packs"
+    live, dead_bytes, size = shared.stored_bytes, document["dead_bytes"], "not listed here"
+    dead = size if dead_bytes is None else f"{bytes_text(dead_bytes)} in packs"
+    deleted = document["deleted_count"]
     ratio = f"{totals.total.logical / live:.2f} bytes of state for each byte" if live else "-"
     versions = count_text(totals.versions_count)
     chunks = counted(shared.chunks_count, "chunk")
@@ -354,7 +344,7 @@ def _draw_stats(
             "state": f"{bytes_text(totals.total.logical)} if every version were loaded",
             "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks}",
             "live": f"{bytes_text(live)} stored: {ratio}",
-            "dead": f"{dead}, {counted(condemned, 'object')} condemned",
+            "dead": f"{dead}, {counted(document['condemned_count'], 'object')} condemned",
             "objects": bytes_text(totals.size_bytes) if totals.objects else size,
         }
     )

@@ -122,11 +122,7 @@ def _tell_folder(output: Output, version: Version, folder: Path) -> None:
     """Print what a folder holds."""
     files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
-    document = {
-        "path": str(folder),
-        **naming(version),
-        "files": [path.relative_to(folder).as_posix() for path in files],
-        "file_bytes": size,
-    }
+    names = [path.relative_to(folder).as_posix() for path in files]
+    document = {"path": str(folder), **naming(version), "files": names, "file_bytes": size}
     text = f"{folder}: {counted(len(files), 'file')} of {version.run}@{version.step}"
     output.tell(document, f"{text}, {bytes_text(size)}")

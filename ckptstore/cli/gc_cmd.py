@@ -13,16 +13,9 @@ from ckptstore.catalog.retention_rules import duration_text
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import DryRun, EngineOptions, WriterOptions
-from ckptstore.cli.text import (
-    age_text,
-    bytes_text,
-    count_text,
-    counted,
-    parse_wait,
-    seconds_text,
-    time_text,
-)
+from ckptstore.cli.text import age_text, counted, parse_wait, seconds_text, time_text
 from ckptstore.config import SYSTEM
+from ckptstore.shown import bytes_text, count_text
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.collect.gc import GcReport, Kinds

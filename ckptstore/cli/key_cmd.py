@@ -71,13 +71,13 @@ def key(
     if not options.key:
         raise InvalidInputError("no key is given", hint=_SPEC.format("--key"))
     if action == "mend":
-        _mend(output, options, options.key, dry_run=dry_run)
+        _mend(output, options, dry_run=dry_run)
         return
     if new_key is None:
         found = read_key(options.key).id
         output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
         return
-    _rotate(output, options, options.key, new_key, keep_old=keep_old)
+    _rotate(output, options, new_key, keep_old=keep_old)
 
 
 def _check(action: KeyAction, file: Path | None, new_key: str | None, *, dry_run: bool) -> None:
@@ -92,14 +92,8 @@ def _check(action: KeyAction, file: Path | None, new_key: str | None, *, dry_run
         raise InvalidInputError(msg, hint="ckptstore key mend --dry-run --key SPEC")
 
 
-def _mend(output: Output, options: WriterOptions, key: str, *, dry_run: bool) -> None:
-    done = mend_keys(
-        location(options.store),
-        encryption_key=key,
-        single_writer=options.single_writer,
-        dry_run=dry_run,
-        **options.storage_options(),
-    )
+def _mend(output: Output, options: WriterOptions, *, dry_run: bool) -> None:
+    done = mend_keys(location(options.store), dry_run=dry_run, **options.unopened())
     would = "would be " if dry_run else ""
     lines = [f"{one} {would}deleted" for one in done.deleted] or ["nothing to mend"]
     if not done.kept:
@@ -107,18 +101,10 @@ def _mend(output: Output, options: WriterOptions, key: str, *, dry_run: bool) ->
     output.show({"action": "mend", **asdict(done)}, lambda screen: screen.lines(lines))
 
 
-def _rotate(
-    output: Output, options: WriterOptions, key: str, new_key: str, *, keep_old: bool
-) -> None:
+def _rotate(output: Output, options: WriterOptions, new_key: str, *, keep_old: bool) -> None:
+    url, given = location(options.store), options.unopened()
     with vouching():
-        done = rotate_key(
-            location(options.store),
-            encryption_key=key,
-            new_key=new_key,
-            keep_old=keep_old,
-            single_writer=options.single_writer,
-            **options.storage_options(),
-        )
+        done = rotate_key(url, new_key=new_key, keep_old=keep_old, **given)
     lines = [f"opened by {', '.join(done.keys)} from now on"]
     if done.dropped and not output.quiet:
         lines.append(f"no longer by {', '.join(done.dropped)}")

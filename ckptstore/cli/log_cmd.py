@@ -22,19 +22,11 @@ from ckptstore.catalog.state import Op
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import CommonOptions, Utc
-from ckptstore.cli.text import (
-    bytes_text,
-    committed_at,
-    counted,
-    listed,
-    metric_text,
-    time_text,
-    version_text,
-)
+from ckptstore.cli.text import committed_at, counted, listed, metric_text, time_text, version_text
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.format.keys import PACKS_PREFIX
 from ckptstore.maintenance.reports.documents import metrics_document, time_document
-from ckptstore.shown import parts_text
+from ckptstore.shown import bytes_text, parts_text
 from ckptstore.store import Store
 
 _ROWS: Final = 20
@@ -86,11 +78,8 @@ def log(
         if run is not None:
             catalog.run(run)
         commits = _newest(opening, catalog, run, limit)
-        document = {
-            "store": opening.url,
-            "commits_count": catalog.number,
-            "commits": [_commit_document(commit) for commit in commits],
-        }
+        listing = [_commit_document(commit) for commit in commits]
+        document = {"store": opening.url, "commits_count": catalog.number, "commits": listing}
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
         shown = len(commits) if run is None else catalog.number
         output.note_rest(shown, catalog.number, "commit", lists="shows")

@@ -84,9 +84,8 @@ def ls(
         versions = list(islice(found, min(wanted, total)))
         metrics = metric or _usual_metrics(runs, versions, sort)
         heads, best = {info.head for info in runs}, best_marks(catalog, runs)
-        listing = _Listing(
-            catalog, runs, versions, total, heads, best, metrics, one_run=run is not None, utc=utc
-        )
+        one_run = run is not None
+        listing = _Listing(catalog, runs, versions, total, heads, best, metrics, one_run, utc)
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
     if total or not (where or tag):
         output.note_rest(len(versions), total, "version")
@@ -122,16 +121,16 @@ class _Listing:
 
     def document(self, url: str) -> dict[str, Any]:
         """Return everything as one document."""
+
+        def described(version: Version) -> dict[str, Any]:
+            best = self.best.get(version.id, ())
+            return version_document(version, head=version.id in self.heads, best=best)
+
         return {
             "store": url,
             "runs": [run_document(info) for info in self.runs],
             "versions_count": self.total,
-            "versions": [
-                version_document(
-                    version, head=version.id in self.heads, best=self.best.get(version.id, ())
-                )
-                for version in self.versions
-            ],
+            "versions": [described(version) for version in self.versions],
         }
 
     def draw(self, screen: Screen) -> None:

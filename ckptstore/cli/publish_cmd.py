@@ -61,10 +61,8 @@ def publish(
         other = None
         if to is not None:
             stack.enter_context(vouching())
-            single = options.single_writer
-            opening = open_target_of(
-                source, to, check_page, dry_run=False, single_writer=single, **target.given()
-            )
+            given = {"single_writer": options.single_writer, **target.given()}
+            opening = open_target_of(source, to, check_page, dry_run=False, **given)
             other = stack.enter_context(opening)
         with output.progress() as progress:
             report = source.publish(other, ids or None, add=add, progress=progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -9,7 +10,6 @@ import typer
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.store_options import CommonOptions
 from ckptstore.cli.text import bytes_text, counted
-from ckptstore.model import naming
 
 
 def push(
@@ -46,17 +46,7 @@ def push(
 
     output = options.output("push")
     with opened(options) as store, output.progress() as progress:
-        version = find_version(store, ref)
-        done = push_version(
-            store, f"#{version.id}", target, dtype=dtype, private=private, progress=progress
-        )
-    document = {
-        **naming(version),
-        "target": done.target,
-        "digest": done.digest,
-        "url": done.url,
-        "files": done.files,
-        "file_bytes": done.file_bytes,
-    }
+        named = f"#{find_version(store, ref).id}"
+        done = push_version(store, named, target, dtype=dtype, private=private, progress=progress)
     count, size = counted(len(done.files), "file"), bytes_text(done.file_bytes)
-    output.tell(document, f"{done.url}: {count} of {version.run}@{version.step}, {size}")
+    output.tell(asdict(done), f"{done.url}: {count} of {done.run}@{done.step}, {size}")

@@ -13,6 +13,7 @@ from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import TargetOptions, WriterOptions
 from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.documents import lag_document
 from ckptstore.maintenance.reports.usage import ReplicaLag, replica_lags
 from ckptstore.model import ReplicaInfo
 from ckptstore.store import Store
@@ -58,9 +59,8 @@ def replica(
     _check(action, name, url)
     with opened(options, writing=action != "ls") as found:
         if action == "add":
-            added = found.add_replica(
-                str(name), str(url), create=create, **target.given(placed=False)
-            )
+            given = target.given(placed=False)
+            added = found.add_replica(str(name), str(url), create=create, **given)
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
         elif action == "rm":
             gone = found.repo.refresh().replicas.get(str(name))
@@ -85,17 +85,7 @@ def _show_one(output: Output, store: Store, one: ReplicaInfo, text: str) -> None
 
 def _list(output: Output, store: Store) -> None:
     lags = replica_lags(store.repo.refresh())
-    document = {
-        "store": store.url,
-        "replicas": [
-            {
-                **msgspec.to_builtins(lag.replica),
-                "versions": lag.versions_count,
-                "missing": lag.missing_count,
-            }
-            for lag in lags
-        ],
-    }
+    document = {"store": store.url, "replicas": [lag_document(lag) for lag in lags]}
     output.show(document, lambda screen: _draw(screen, lags))
 
 

@@ -80,11 +80,8 @@ def replicate(
         # Runs and rules that name nothing are refused before a store is made for them.
         select_versions(source.repo, runs=run or (), rules=keep or None)
         stack.enter_context(vouching())
-        other = stack.enter_context(
-            open_target_of(
-                source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
-            )
-        )
+        given = {"single_writer": options.single_writer, **target.given()}
+        other = stack.enter_context(open_target_of(source, to, dry_run=dry_run, **given))
         with output.progress() as progress:
             report = source.replicate(
                 other,

@@ -52,11 +52,8 @@ def rm(
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
         found = opening.remove(named, reason=reason, force=force, dry_run=dry_run)
         total = sum(removal.reclaimable_bytes for removal in found)
-        document = {
-            "dry_run": dry_run,
-            "versions": [_document(removal) for removal in found],
-            "reclaimable_bytes": total,
-        }
+        versions = [_document(removal) for removal in found]
+        document = {"dry_run": dry_run, "versions": versions, "reclaimable_bytes": total}
         output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
         output.note(_summary(found, dry_run=dry_run))
         if any(removal.obstacle for removal in found):
@@ -81,11 +78,8 @@ def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]
 
 
 def _document(removal: Removal) -> dict[str, Any]:
-    return {
-        **name_document(removal.version),
-        "obstacle": removal.obstacle or None,
-        "reclaimable_bytes": removal.reclaimable_bytes,
-    }
+    found = {"obstacle": removal.obstacle or None, "reclaimable_bytes": removal.reclaimable_bytes}
+    return {**name_document(removal.version), **found}
 
 
 def _summary(found: Sequence[Removal], *, dry_run: bool) -> str:

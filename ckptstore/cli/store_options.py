@@ -42,7 +42,6 @@ StoreUrl = Annotated[
         "-s",
         metavar="URL",
         envvar="CKPTSTORE_URL",
-        show_envvar=True,
         help="The store: a path, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, "
         "https://host/path (read-only) or any fsspec URL.",
     ),
@@ -95,12 +94,8 @@ class CommonOptions:
 
     store: StoreUrl = None
     option: StorageOptions = None
-    key: Annotated[
-        str | None, _common(metavar="SPEC", envvar="CKPTSTORE_KEY", show_envvar=True)
-    ] = None
-    cache: Annotated[
-        str | None, _common(metavar="FOLDER", envvar="CKPTSTORE_CACHE", show_envvar=True)
-    ] = None
+    key: Annotated[str | None, _common(metavar="SPEC", envvar="CKPTSTORE_KEY")] = None
+    cache: Annotated[str | None, _common(metavar="FOLDER", envvar="CKPTSTORE_CACHE")] = None
     json: AsJson = False
     quiet: Quiet = False
 
@@ -142,6 +137,17 @@ class WriterOptions(CommonOptions):
     """
 
     single_writer: bool = False
+
+    def unopened(self) -> dict[str, Any]:
+        """Return options, key and `single_writer` for a store that is mended without being opened.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        own = {"encryption_key": self.key, "single_writer": self.single_writer}
+        return {**own, **self.storage_options()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,9 +87,8 @@ def annotate(
     values = parse_metrics(metrics or [])
     with opened(options, writing=True) as opening:
         found = find_version(opening, ref)
-        version = opening.annotate(
-            f"#{found.id}", values, metadata={"note": note} if note else None
-        )
+        metadata = {"note": note} if note else None
+        version = opening.annotate(f"#{found.id}", values, metadata=metadata)
         document = {**naming(version), "metrics": metrics_document(version.metrics)}
         known = ", ".join(f"{n} {metric_text(x)}" for n, x in sorted(version.metrics.items()))
         known = f"{known}, {note}".removeprefix(", ") if note else known

@@ -16,6 +16,7 @@ from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import Version
 from ckptstore.shown import bytes_text as bytes_text
 from ckptstore.shown import count_text as count_text
+from ckptstore.shown import counted as counted
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.core.live_set import Tally
@@ -67,11 +68,6 @@ def saved_text(version: Version, how: str) -> str:
     """Return how large a version is, and how much of it was stored or copied."""
     total = sum_roles(version.roles.values())
     return f"{bytes_text(total.logical)}, {bytes_text(total.stored)} {how}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, given in the singular: ``1 pack``, ``1,200 packs``."""
-    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def listed(texts: Sequence[str], *, most: int, count: int | None = None) -> str:

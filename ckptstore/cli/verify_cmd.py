@@ -260,10 +260,8 @@ def repair(
         with output.progress() as progress:
             stores = [others[place] for place in urls]
             report = opening.repair(stores, level=level, dry_run=dry_run, progress=progress)
-        output.show(
-            _repair_document(report, opening.url, superblock),
-            lambda screen: _draw_repair(screen, report, superblock),
-        )
+        document = _repair_document(report, opening.url, superblock)
+        output.show(document, lambda screen: _draw_repair(screen, report, superblock))
     if not report.ok:
         raise typer.Exit(IntegrityError.exit_code)
 
@@ -272,15 +270,9 @@ def _mend_superblock(
     options: store_options.WriterOptions, source: Store | None, *, dry_run: bool
 ) -> SuperblockFinding | None:
     """Recover the superblock that opens the store; None if it is intact."""
+    url, given = session.location(options.store), options.unopened()
     with session.vouching():
-        return mend_superblock(
-            session.location(options.store),
-            source=source,
-            single_writer=options.single_writer,
-            dry_run=dry_run,
-            encryption_key=options.key,
-            **options.storage_options(),
-        )
+        return mend_superblock(url, source=source, dry_run=dry_run, **given)
 
 
 def _repair_document(
@@ -344,9 +336,8 @@ def _draw_repair(
     elif superblock or report.problems or report.commits or report.snapshots:
         if any(commit.set_aside and not commit.mended for commit in report.commits):
             screen.line("the log goes on past a damaged record; what it held is lost", "yellow")
-        screen.line(
-            "everything can be mended" if report.dry_run else "everything is mended", "green"
-        )
+        done = "can be mended" if report.dry_run else "is mended"
+        screen.line(f"everything {done}", "green")
     else:
         screen.line("no damage", "green")
 

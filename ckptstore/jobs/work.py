@@ -30,7 +30,7 @@ from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
 from ckptstore.maintenance.reports.prometheus_text import metric
 from ckptstore.maintenance.retention.retain import RetainReport, retain
-from ckptstore.model import Version, naming
+from ckptstore.model import NamedVersion, Version, naming
 from ckptstore.store import Store, open_store
 from ckptstore.store.opening import open_target_of
 from ckptstore.store.replicating import missing
@@ -97,14 +97,12 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
     """Return source and target, two stores, which the stack closes."""
     with _told_which("source", job.source.url):
         workers, words = job.copy.workers or workers_default(), _words(job.source)
-        source = stack.enter_context(
-            open_store(job.source.url, read_only=dry_run, workers=workers, **words)
-        )
+        opened = open_store(job.source.url, read_only=dry_run, workers=workers, **words)
+        source = stack.enter_context(opened)
     _selected(source, job)  # refuses a selection that names nothing before a store is made
     with _told_which("target", job.target.url):
-        target = stack.enter_context(
-            open_target_of(source, job.target.url, dry_run=dry_run, **_words(job.target))
-        )
+        opening = open_target_of(source, job.target.url, dry_run=dry_run, **_words(job.target))
+        target = stack.enter_context(opening)
     if source.info.store_id == target.info.store_id:
         msg = f"the source and the target of the job {job.name!r} are one store"
         raise errors.ConflictError(msg, hint="name two stores, neither a copy of the other")
@@ -221,19 +219,20 @@ class _Run:
         else:
             error, code = problem_of(result)
         seconds = self.environment.monotonic() - began
-        self.steps.append(
-            StepReport(
-                name=name, ok=not error, seconds=seconds, result=result, error=error, exit_code=code
-            )
+        done = StepReport(
+            name=name, ok=not error, seconds=seconds, result=result, error=error, exit_code=code
         )
+        self.steps.append(done)
         return not error
+
+    @property
+    def _tasks(self) -> dict[str, Any]:
+        """Options of operations that run in tasks."""
+        return {"executor": self.job.copy.engine, "workers": self.job.copy.tasks}
 
     def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
         """Read a part of a store; after damage, repair the store from the other."""
-        copy = self.job.copy
-        found = store.verify(
-            sample=share, executor=copy.engine, workers=copy.tasks, progress=self.progress
-        )
+        found = store.verify(sample=share, progress=self.progress, **self._tasks)
         result: dict[str, Any] = {"chunks": found.chunks_count, "problems": len(found.problems)}
         if found.ok or self.dry_run:
             return result
@@ -254,9 +253,8 @@ class _Run:
             bytes_per_s=float(parse_bytes(str(self.job.copy.rate))),
             progress=self.progress,
         )
-        engine, tasks = self.job.copy.engine, self.job.copy.tasks
         source, target = self.source.repo, self.target.repo
-        report = replicate(source, target, versions, request, executor=engine, workers=tasks)
+        report = replicate(source, target, versions, request, **self._tasks)
         self.replicated = report
         return {
             "selected": len(versions),
@@ -386,12 +384,8 @@ class _Run:
 
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
-        report = store.gc(
-            dry_run=self.dry_run,
-            grace_s=limits.GC_GRACE_S if grace is None else float(parse_duration(grace)),
-            executor=self.job.copy.engine,
-            workers=self.job.copy.tasks,
-        )
+        grace_s = limits.GC_GRACE_S if grace is None else float(parse_duration(grace))
+        report = store.gc(dry_run=self.dry_run, grace_s=grace_s, **self._tasks)
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
         return {"reclaimable_now_bytes": freed}
 
@@ -403,8 +397,8 @@ class _Run:
         there = self.target.repo.refresh()
         late = []
         for version in self.chosen(after):
-            one = there.has_version(version.id) and there.version(version.id)
-            if not one or not (is_settled(one) or (one.level != "record" and not one.damaged)):
+            one = there.find(version.id)
+            if one is None or not (is_settled(one) or (one.level != "record" and not one.damaged)):
                 late.append(Overdue(**naming(version), age_s=self.times.age_s(version)))
         return late
 
@@ -429,9 +423,9 @@ def _has(there: Catalog, version: Version, store: str) -> bool:
 
     What it has must have been read back there: the source notes its id, `store`, only then.
     """
-    if not there.has_version(version.id):
+    found = there.find(version.id)
+    if found is None:
         return False
-    found = there.version(version.id)
     whole = not (has_less(found, version) or found.damaged)
     return is_settled(found) or (whole and store in version.replicas)
 
@@ -446,10 +440,10 @@ def _rests_on(there: Catalog, version: Version, store: str) -> bool:
 
     The target may have evicted the version because `store` holds it, so `store` must keep it.
     """
-    if not there.has_version(version.id):
+    found = there.find(version.id)
+    if found is None or found.level != "record" or found.deleted:
         return False
-    found = there.version(version.id)
-    return found.level == "record" and not found.deleted and set(found.replicas) == {store}
+    return set(found.replicas) == {store}
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -483,12 +477,9 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
+class Overdue(NamedVersion):
     """A late version: the target should hold it, and does not."""
 
-    version: str
-    run: str
-    step: int
     age_s: float
 
 

@@ -37,11 +37,8 @@ def overview(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     for row in catalog.state.versions.values():
         if not row.flags & Flag.DELETED:
             groups.setdefault(row.run, []).append(row)
-    runs = sorted(
-        catalog.runs(),
-        key=lambda run: groups[run.name][-1].commit if run.name in groups else 0,
-        reverse=True,
-    )
+    saved = {name: rows[-1].commit for name, rows in groups.items()}
+    runs = sorted(catalog.runs(), key=lambda run: saved.get(run.name, 0), reverse=True)
     return {
         "url": store.url,
         "id": store.info.store_id,

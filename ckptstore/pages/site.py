@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
@@ -32,7 +32,7 @@ from ckptstore.errors import CkptStoreError, InvalidInputError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.storage_times import StorageTimes
 from ckptstore.maintenance.reports import documents
-from ckptstore.maintenance.reports.usage import by_role, replica_lags, sum_roles
+from ckptstore.maintenance.reports.usage import replica_lags
 from ckptstore.model import Version, auto_choice
 from ckptstore.pages.run_documents import RUNS_MAX, lineage, overview, rounded, run
 from ckptstore.store import Store
@@ -70,21 +70,16 @@ def version(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     info = catalog.run(one.run)
     (plan,) = retention.plan(catalog, run=one.run, times=StorageTimes(store.repo))
     fate = next((each for each in plan.decisions if each.version.id == one.id), None)
-    head = info.head == one.id
+    best = best_marks(catalog, [info]).get(one.id, ())
+    held = [each for each in catalog.replicas.values() if each.store in one.replicas]
     line = islice(catalog.ancestors(one.id), 1, _RELATIVES_MAX + 1)
     return {
-        "version": documents.version_document(
-            one, head=head, best=best_marks(catalog, [info]).get(one.id, ())
-        ),
+        "version": documents.version_document(one, head=info.head == one.id, best=best),
         "directions": info.metrics,
         "codec": auto_choice(one.receipt),
         "ancestors": [documents.name_document(each) for each in line],
         "children": _children(catalog, one),
-        "replicas": [
-            msgspec.to_builtins(each)
-            for each in catalog.replicas.values()
-            if each.store in one.replicas
-        ],
+        "replicas": msgspec.to_builtins(held),
         "retention": {
             "policy": str(plan.policy) if plan.policy else "",
             "refused": plan.refused,
@@ -245,13 +240,8 @@ def storage(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _bytes(versions: Iterable[Version]) -> dict[str, Any]:
-    roles = by_role(versions)
-    return {
-        "versions": sum(1 for _ in versions),
-        **documents.role_document(sum_roles(roles.values())),
-        "roles": {role: documents.role_document(part) for role, part in sorted(roles.items())},
-    }
+def _bytes(versions: Sequence[Version]) -> dict[str, Any]:
+    return {"versions": len(versions), **documents.bytes_document(versions)}
 
 
 def health(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
@@ -272,9 +262,7 @@ def health(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
         "last_gc": _last(commits, Condemn, Swept),
         "replicas": [
             {
-                **msgspec.to_builtins(lag.replica),
-                "versions": lag.versions_count,
-                "missing": lag.missing_count,
+                **documents.lag_document(lag),
                 "missing_bytes": lag.missing_bytes,
                 "oldest_ms": lag.oldest and round(lag.oldest.created_at.timestamp() * 1000),
             }
@@ -303,9 +291,8 @@ def _what(op: Op) -> str:
 
 
 Document = Callable[[Store, Mapping[str, str]], dict[str, Any]]
-DOCUMENTS: Final[Mapping[str, Document]] = {
-    one.__name__: one for one in (overview, run, lineage, version, values, diff, storage, health)
-}
+_MAKERS: Final = (overview, run, lineage, version, values, diff, storage, health)
+DOCUMENTS: Final[Mapping[str, Document]] = {maker.__name__: maker for maker in _MAKERS}
 _JSON: Final = "application/json"
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),

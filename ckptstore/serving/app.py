@@ -30,13 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    InvalidRefError,
-    NotFoundError,
-    ObjectNotFoundError,
-)
+from ckptstore import errors
 from ckptstore.pages.site import page
 from ckptstore.serving.downloads import Downloads
 from ckptstore.serving.model_folder import ModelFolder, ServedFile, split_commit
@@ -100,7 +94,7 @@ class ServeApp:
             await response(scope, receive, counted)
         except ClientDisconnect:
             note = " left"
-        except CkptStoreError as error:  # in the middle of a file: the server cuts the connection
+        except errors.CkptStoreError as error:  # within a file: the server cuts the connection
             self._counts["cut_total"] += 1
             note = f" cut: {error.kind}: {error.message}"
         finally:
@@ -118,20 +112,19 @@ class ServeApp:
             return await self._answer(request, s3=s3)
         except HTTPException as error:
             status, message, headers = error.status_code, error.detail, error.headers
-        except NotFoundError as error:
+        except errors.NotFoundError as error:
             status, message, headers = 404, str(error), {"X-Error-Code": "EntryNotFound"}
-        except InvalidInputError as error:
+        except errors.InvalidInputError as error:
             status, message, headers = 422, str(error), None
-        except CkptStoreError as error:
+        except errors.CkptStoreError as error:
             status, message, headers = 500, f"{error.kind}: {error.message}", None
         if s3:
             names = {503: "SlowDown", 416: "InvalidRange", 412: "PreconditionFailed"}
             code = names.get(status, "InternalError")
             return s3_error(status, code, message)
         shown = quote(message.replace("\n", " ")[:_SHOWN_CHARS], safe=" /:;,.@#'()=-")
-        return PlainTextResponse(
-            message + "\n", status, {"X-Error-Message": shown, **(headers or {})}
-        )
+        told = {"X-Error-Message": shown, **(headers or {})}
+        return PlainTextResponse(message + "\n", status, told)
 
     async def _answer(self, request: Request, *, s3: bool) -> Response:
         raw = request.scope["raw_path"].decode("latin-1").removeprefix("/")
@@ -152,9 +145,7 @@ class ServeApp:
             path = "/" + "/".join(parts)
             answer = await run_sync(partial(self._page, path, dict(request.query_params)))
         if answer is None:
-            raise HTTPException(
-                404, "there is nothing at this path", {"X-Error-Code": "RepoNotFound"}
-            )
+            raise _missing("RepoNotFound", "there is nothing at this path")
         return answer
 
     def _page(self, path: str, query: Mapping[str, str]) -> Response | None:
@@ -331,9 +322,9 @@ class Hub:
             if ref == "main" and "main" not in catalog.run(names[0]).tags:
                 revision = "latest" + ("?" + query if query else "")
             return self._versions.folder(revision, run=names[0])
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             raise
-        except (NotFoundError, InvalidRefError) as error:
+        except (errors.NotFoundError, errors.InvalidRefError) as error:
             raise _missing("RevisionNotFound", error.message) from error
 
 
@@ -385,9 +376,8 @@ def _tags(values: Mapping[str, object]) -> str:
 
 
 def _xml(text: str, status: int = 200) -> Response:
-    return Response(
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{text}', status, None, "application/xml"
-    )
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
+    return Response(body, status, None, "application/xml")
 
 
 class S3Bucket:
@@ -426,7 +416,7 @@ class S3Bucket:
         for run, rest in self._versions.split(key.split("/")):
             try:
                 folder, ref, name = self._versions.below(run, rest)
-            except (NotFoundError, InvalidInputError):
+            except (errors.NotFoundError, errors.InvalidInputError):
                 continue
             return folder, f"{run}/{ref}/", name if name in folder.files else ""
         return None
@@ -472,7 +462,7 @@ class S3Bucket:
                 continue
             try:
                 folder = self._versions.folder(ref, run=run)
-            except CkptStoreError:  # a version without weights, or whose data is gone
+            except errors.CkptStoreError:  # a version without weights, or whose data is gone
                 continue
             for name, file in folder.files.items():
                 key = start + name

@@ -14,18 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
+from ckptstore import errors
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.selection import BESIDE
-from ckptstore.errors import (
-    InvalidInputError,
-    InvalidRefError,
-    LimitError,
-    NotFoundError,
-    ObjectNotFoundError,
-    StateError,
-)
+from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
@@ -81,7 +75,7 @@ class ModelFolder:
             There is none of this name.
         """
         if name not in self.files:
-            raise ObjectNotFoundError(f"{self.version.label} has no file {name!r:.200}")
+            raise errors.ObjectNotFoundError(f"{self.version.label} has no file {name!r:.200}")
         return self.files[name]
 
     def below(self, place: str) -> list[str]:
@@ -124,7 +118,7 @@ def parse_dtype(text: str) -> str:
     """
     name = _MARKS.get(text.replace("fp", "f"), text)
     if name not in _MARKS.values() or not name:
-        raise InvalidRefError(f"no version is served as {text!r:.40}", hint="dtype=bf16")
+        raise errors.InvalidRefError(f"no version is served as {text!r:.40}", hint="dtype=bf16")
     return name
 
 
@@ -165,7 +159,7 @@ def open_folder(
         """Return what a version says of its model; None if its data is gone."""
         try:
             held = content if one == version.id else replicas.content(catalog.version(one))
-        except NotFoundError:
+        except errors.NotFoundError:
             if one == version.id:
                 raise
             return None
@@ -201,9 +195,8 @@ def _adapters(
         if not as_read:
             own = find_adapter(items, name, config, alone=alone)
         place = "" if name == "default" or as_read else name + "/"
-        planned = plan_weights(
-            own, "adapter_model", dtype, limits.SHARD_BYTES_AS_READ, as_read=True
-        )
+        most = limits.SHARD_BYTES_AS_READ
+        planned = plan_weights(own, "adapter_model", dtype, most, as_read=True)
         files |= {_inside(place + file): made for file, made in planned.items()}
         files[_inside(place + "adapter_config.json")] = _json(config)
     return files
@@ -297,7 +290,7 @@ def read_kept(content: Content, repo: Repo) -> Any:  # noqa: ANN401 - plain valu
     sizes = {leaf.index: records[leaf.index].nbytes for leaf in leaves}
     if sum(sizes.values()) > PRETRAINED_BYTES_MAX:
         msg = f"the files of the version have more than {PRETRAINED_BYTES_MAX} bytes"
-        raise LimitError(msg, hint="ckptstore export writes its weights")
+        raise errors.LimitError(msg, hint="ckptstore export writes its weights")
     blobs = {index: memoryview(bytearray(size)) for index, size in sizes.items()}
     ranges = [Range(index=i, start=0, nbytes=len(out), out=out) for i, out in blobs.items()]
     read_ranges(content, ranges, backend=repo.load_backend, options=repo.options)

@@ -91,11 +91,8 @@ def _described(kind: str, digest: str, size: int) -> dict[str, Any]:
 
 def _config(folder: ModelFolder, layers: list[dict[str, Any]]) -> dict[str, Any]:
     version = folder.version
-    described = {
-        "name": version.run,
-        "version": version.label,
-        "createdAt": version.created_at.isoformat(),
-    }
+    created = version.created_at.isoformat()
+    described = {"name": version.run, "version": version.label, "createdAt": created}
     files = {"type": "layers", "diffIds": [layer["digest"] for layer in layers]}
     return {"descriptor": described, "config": {"format": "safetensors"}, "modelfs": files}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.model import Version
+from ckptstore.model import NamedVersion, naming
 from ckptstore.serving.model_folder import ModelFolder, parse_dtype
 from ckptstore.serving.versions import ServedVersions
 from ckptstore.store import Store
@@ -21,10 +21,9 @@ _FORMS = "hf://OWNER/NAME[@BRANCH] or oci://REGISTRY/NAME:TAG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
-    """What was pushed."""
+class Pushed(NamedVersion):
+    """A version that was pushed."""
 
-    version: Version
     target: str
     digest: str
     """The commit of the Hub, or the digest of the artifact's manifest."""
@@ -87,7 +86,7 @@ def push(
 
         digest, url = push_to_registry(folder, place, sent=sent)
     return Pushed(
-        version=folder.version,
+        **naming(folder.version),
         target=target,
         digest=digest,
         url=url,

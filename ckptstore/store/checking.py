@@ -151,11 +151,10 @@ def repair(
     from ckptstore.maintenance.repair.repair import repair
 
     source_key = hidden(source_key)  # in place, so that no frame shows the key
+    repo = self._session.repo
     with ExitStack() as stack:
         sources = _second_stores(self._session, source, source_key, stack)
-        return repair(
-            self._session.repo, sources=sources, level=level, dry_run=dry_run, progress=progress
-        )
+        return repair(repo, sources=sources, level=level, dry_run=dry_run, progress=progress)
 
 
 def _second_stores(

@@ -41,9 +41,8 @@ def version(self: HasSession, ref: str, *, fall_through: bool = True) -> LazyVer
     CorruptObjectError
         The manifest is damaged. Else as :meth:`resolve`.
     """
-    return lazy_version(
-        self._session, named_version(self._session.repo, ref), fall_through=fall_through
-    )
+    found = named_version(self._session.repo, ref)
+    return lazy_version(self._session, found, fall_through=fall_through)
 
 
 @operation("load")

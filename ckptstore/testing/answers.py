@@ -22,16 +22,11 @@ Kind = type[errors.CkptStoreError]
 ANSWERS: Final[dict[int, tuple[Kind, Kind]]] = {
     # status: of put_if_absent, of all other calls
     400: (errors.StorageError, errors.StorageError),
-    401: (errors.StoragePermissionError, errors.StoragePermissionError),
-    403: (errors.StoragePermissionError, errors.StoragePermissionError),
-    409: (errors.TransientStorageError, errors.TransientStorageError),
+    **dict.fromkeys((401, 403), (errors.StoragePermissionError, errors.StoragePermissionError)),
+    **dict.fromkeys((409, 429, 503), (errors.TransientStorageError, errors.TransientStorageError)),
     412: (errors.ObjectExistsError, errors.StorageError),
-    429: (errors.TransientStorageError, errors.TransientStorageError),
-    500: (errors.AmbiguousWriteError, errors.TransientStorageError),
+    **dict.fromkeys((500, 502, 504), (errors.AmbiguousWriteError, errors.TransientStorageError)),
     501: (errors.UnsafeBackendError, errors.StorageError),
-    502: (errors.AmbiguousWriteError, errors.TransientStorageError),
-    503: (errors.TransientStorageError, errors.TransientStorageError),
-    504: (errors.AmbiguousWriteError, errors.TransientStorageError),
     507: (errors.StorageFullError, errors.StorageFullError),
 }
 """Errors that an answer without a code of the storage stands for."""

@@ -362,9 +362,8 @@ def mend_keys(
         record = sound[-1] if kept else _write_record(records, good[0], user_key, number)
         # The highest first: until then it counts, wrong as it is.
         records.delete(record, gone[::-1])
-    return KeysMended(
-        dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(keys.key_record_key, gone))
-    )
+    deleted = tuple(map(keys.key_record_key, gone))
+    return KeysMended(dry_run=dry_run, record=number, kept=kept, deleted=deleted)
 
 
 def _superblock(backend: Backend) -> Superblock:

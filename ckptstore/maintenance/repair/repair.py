@@ -107,11 +107,8 @@ class RepairReport(Shown):
     @property
     def ok(self) -> bool:
         """Return whether nothing is lost."""
-        return (
-            not self.lost
-            and not self.commits_lost
-            and all(commit.mended or commit.set_aside for commit in self.commits)
-        )
+        log_goes_on = all(commit.mended or commit.set_aside for commit in self.commits)
+        return log_goes_on and not self.lost and not self.commits_lost
 
 
 @operation("repair")

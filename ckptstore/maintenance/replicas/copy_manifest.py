@@ -392,9 +392,8 @@ def _placed(
 def _owners(manifest: Manifest, bases: Mapping[int, int]) -> npt.NDArray[np.int64]:
     """Return the tensor of each row; of a base that travels, that of its first delta."""
     owners = np.zeros(len(manifest.pieces), np.int64)
-    owners[: manifest.first[-1]] = np.repeat(
-        np.arange(len(manifest.tensors)), np.diff(manifest.first)
-    )
+    counts = np.diff(manifest.first)
+    owners[: manifest.first[-1]] = np.repeat(np.arange(len(manifest.tensors)), counts)
     owners[[*bases]] = owners[[*bases.values()]]
     return owners
 
@@ -497,9 +496,8 @@ class Orphans:
             if pack and pack not in known and info.key not in target.catalog.gone([info.key]):
                 listed.append(info)
         listed.sort(key=lambda info: info.modified_at, reverse=True)
-        most = limits.RESUME_PACKS_MIN + limits.RESUME_PACKS_SHARE * (
-            total // target.backend.capabilities.pack_bytes
-        )
+        filled = total // target.backend.capabilities.pack_bytes
+        most = limits.RESUME_PACKS_MIN + limits.RESUME_PACKS_SHARE * filled
         newest = [(pack_id(info.key) or "", info.size_bytes) for info in listed[:most]]
         places: dict[Alike, Placed] = {}
         for pack, index in _indexes(target.backend, newest):

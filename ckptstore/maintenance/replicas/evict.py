@@ -198,9 +198,8 @@ class SecondLook:
         def build(now: Catalog) -> list[Op]:
             """Let the version arrive here again, by what the catalog says of it now."""
             again = () if now.version(version.id).deleted else (version.id,)
-            ops = replica_ops.arrive(
-                now, now, [version], store=store, arrivals={version.id: arrival}, again=again
-            )
+            came = {version.id: arrival}
+            ops = replica_ops.arrive(now, now, [version], store=store, arrivals=came, again=again)
             if ops and version.damaged:  # its lost parts stay lost: none may share with it
                 ops.append(Quarantine(versions=[version.id]))
             return ops

@@ -248,11 +248,7 @@ class FallThrough:
         if first is not None:
             yield first
             done = first.tier.info.name
-            try:
-                again = self.find(first.tier)
-            except errors.CkptStoreError as error:
-                self.note(first.tier, error)
-            else:
+            for again in replace(self, tiers=[first.tier]).candidates():
                 if again.version.manifest_digest != first.version.manifest_digest:
                     yield again
         rest = [tier for tier in self.tiers if tier.info.name != done]

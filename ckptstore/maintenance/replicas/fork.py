@@ -27,7 +27,7 @@ from ckptstore.format.names import encode_metadata
 from ckptstore.maintenance.replicas import copy_manifest
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.repo import Repo
 
 
@@ -189,13 +189,7 @@ class _Fork:
 
 
 def _origin(repo: Repo, source: Version) -> dict[str, object]:
-    return {
-        "store_id": repo.superblock.store_id,
-        "url": repo.url,
-        "version": source.id,
-        "run": source.run,
-        "step": source.step,
-    }
+    return {"store_id": repo.superblock.store_id, "url": repo.url, **naming(source)}
 
 
 def _check_whole(source: Version) -> None:

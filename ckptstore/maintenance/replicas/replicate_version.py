@@ -235,9 +235,8 @@ def _read(sides: Sides, landed: Landed, is_wanted: Callable[[int], bool]) -> Non
     """Read some of the pieces that are new to the target, as a load does."""
     labels = read_content(landed.manifest).labels
     pairs = zip(landed.rows, landed.owners, strict=True)
-    items = [
-        ReadItem(row=row, out=None, label=labels[owner]) for row, owner in pairs if is_wanted(row)
-    ]
+    wanted = [(row, labels[owner]) for row, owner in pairs if is_wanted(row)]
+    items = [ReadItem(row=row, out=None, label=label) for row, label in wanted]
     sides.copies.read_back(landed.manifest.pieces, items)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from ckptstore.catalog.lifecycle_ops import pinned_text
-from ckptstore.maintenance.reports.usage import ObjectTotals, sum_roles
+from ckptstore.maintenance.reports.usage import ObjectTotals, ReplicaLag, by_role, sum_roles
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 if TYPE_CHECKING:
@@ -32,6 +34,19 @@ def metrics_document(metrics: Mapping[str, float]) -> dict[str, float | str]:
 def role_document(part: RoleBytes) -> dict[str, int]:
     """Return byte counts."""
     return {"logical_bytes": part.logical, "new_bytes": part.new, "stored_bytes": part.stored}
+
+
+def bytes_document(versions: Sequence[Version]) -> dict[str, Any]:
+    """Return the byte counts of versions, in all and by role."""
+    roles = by_role(versions)
+    parts = {role: role_document(part) for role, part in sorted(roles.items())}
+    return {**role_document(sum_roles(roles.values())), "roles": parts}
+
+
+def lag_document(lag: ReplicaLag) -> dict[str, Any]:
+    """Return a replica, with the numbers of versions that it has and lacks."""
+    counts = {"versions": lag.versions_count, "missing": lag.missing_count}
+    return {**msgspec.to_builtins(lag.replica), **counts}
 
 
 def objects_document(objects: Mapping[str, ObjectTotals]) -> dict[str, dict[str, int]]:

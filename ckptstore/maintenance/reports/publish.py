@@ -32,7 +32,7 @@ from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import RunInfo, Version
 from ckptstore.repo import Repo
-from ckptstore.shown import HtmlTable, Shown
+from ckptstore.shown import HtmlTable, Shown, counted
 
 _LISTED = 3
 _MARK: Final = b'<meta name="generator" content="ckptstore">'
@@ -155,9 +155,8 @@ def publish_copy(
         msg = f"{target.url} shows versions besides: {', '.join(others[:_LISTED])}{more}"
         hint = "publish to an empty location, or keep them there with --add (add=True)"
         raise PolicyError(msg, hint=hint)
-    request = ReplicateRequest(
-        alone=True, again=chosen if restricted else frozenset(), progress=progress
-    )
+    again = chosen if restricted else frozenset[str]()
+    request = ReplicateRequest(alone=True, again=again, progress=progress)
     kept = tuple(one.id for one in besides if one.id in deleted)
     return publish(target, replicate(source, target, versions, request), kept)
 
@@ -194,9 +193,8 @@ def store_page(catalog: Catalog | None, *, now_ms: int) -> str:
     if catalog is not None:
         runs = catalog.runs()
         newest = list(islice(catalog.versions(newest_first=True), limits.PAGE_VERSIONS_MAX))
-        fields["title"] = (
-            f"{_count(catalog.versions_count, 'version')} in {_count(len(runs), 'run')}"
-        )
+        versions = counted(catalog.versions_count, "version")
+        fields["title"] = f"{versions} in {counted(len(runs), 'run')}"
         if newest:
             fields["ref"] = escape(f"{newest[0].run}@latest")
         heads = _table("Run|Versions|Best|Tags", (_run(catalog, info) for info in runs))
@@ -233,10 +231,6 @@ def _version(version: Version) -> Iterator[str]:
     yield ", ".join(f"{name} {value:.6g}" for name, value in version.metrics.items())
     yield _size(total.logical) if version.level != "record" else "record only"
     yield _size(total.stored)
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _time(moment: datetime) -> str:
