@@ -122,7 +122,7 @@ class AzureBackend(BucketBackend[Foreign]):
         page = key.endswith(".html")
         if page:
             options["content_settings"] = ContentSettings(content_type="text/html")
-        headers = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
+        headers = {"x-ms-blob-type": "BlockBlob"}
         if storage_class:
             headers["x-ms-access-tier"] = tier_of(storage_class)
 

@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 
 from azure.core.pipeline import PipelineContext, PipelineRequest
-from azure.core.pipeline.policies import AzureSasCredentialPolicy
+from azure.core.pipeline.policies import AzureSasCredentialPolicy, BearerTokenCredentialPolicy
 from azure.core.pipeline.transport import HttpRequest
 
 from ckptstore.backends import wire
@@ -85,7 +85,8 @@ def send(
     if 200 <= answer.status < 300:
         return answer
     answer.content()
-    if answer.status == 401 or answer.status < 400:  # the library finds a way on
+    challenged = answer.status == 401 and isinstance(policy, BearerTokenCredentialPolicy)
+    if answer.status < 400 or challenged:  # the library finds a way on
         served_thin(thin=False)
         return None
     code = answer.headers.get("x-ms-error-code", "")
@@ -104,8 +105,11 @@ def put(
     digest = hashlib.md5(usedforsecurity=False)
     for view in body:
         digest.update(view)
-    check = {"Content-MD5": base64.b64encode(digest.digest()).decode()}
-    answer = send(container, what, name, {**check, **headers}, body=body, query=query)
+    own = {
+        "Content-MD5": base64.b64encode(digest.digest()).decode(),
+        "Content-Type": "application/octet-stream",
+    }
+    answer = send(container, what, name, {**own, **headers}, body=body, query=query)
     if answer is not None:
         answer.content()
     return answer is not None
