@@ -153,18 +153,6 @@ def read_ranges(
     StorageError
         The storage failed.
     """
-    with naming_cold(content.manifest.version, backend.url):
-        _read_ranges(content, ranges, backend, options, progress, rounding)
-
-
-def _read_ranges(
-    content: Content,
-    ranges: Sequence[Range],
-    backend: Backend,
-    options: Options,
-    progress: ProgressCallback,
-    rounding: Rounding | None,
-) -> None:
     records = content.manifest.tensors
     stored = [one for one in ranges if records[one.index].recipe is None]
     made = [one for one in ranges if records[one.index].recipe is not None]
@@ -250,7 +238,9 @@ def _read_parts(
     items = [item for part in parts for item in part.items]
     if items:
         read = content.read or read_pieces
-        read(content.manifest.pieces, items, backend=backend, options=options, progress=progress)
+        table = content.manifest.pieces
+        with naming_cold(content.manifest.version, backend.url):
+            read(table, items, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 
