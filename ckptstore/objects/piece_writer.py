@@ -21,7 +21,6 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.buffers import BufferPool, Memory
-from ckptstore.byte_copies import copy_bytes
 from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.codec_table import RAW, Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
@@ -33,7 +32,7 @@ from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import NUMBERS, Base, KnownPieces, Location, numbers_of, table_of
 from ckptstore.objects.packs import PackSink, plan_packs
-from ckptstore.objects.sources import Source
+from ckptstore.objects.sources import Source, copy_from
 from ckptstore.objects.threads import in_threads
 from ckptstore.prefault import prefault
 
@@ -399,7 +398,7 @@ class _PieceWrite:
                 spent.hashing_s += self.clock() - began
                 return True
         staged = room.view(job.length)
-        _stage(source, job.start, staged)
+        copy_from(source.payload, job.start, staged)
         piece_id = blake3_digest(staged)
         hashed = self.clock()
         spent.hashing_s += hashed - began
@@ -498,18 +497,9 @@ def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
         return
     start = 0
     for source in sources:
-        _stage(source, 0, out[start : start + source.nbytes])
+        copy_from(source.payload, 0, out[start : start + source.nbytes])
         start += source.nbytes
 
 
 def _nothing() -> None:
     """Do nothing: no one waits for this memory."""
-
-
-def _stage(source: Source, start: int, out: memoryview) -> None:
-    """Copy bytes of a tensor into host memory that no one else writes."""
-    view = source.payload.view()
-    if view is None:
-        source.payload.copy_into(start, out)
-    else:
-        copy_bytes(out, view[start : start + len(out)])
