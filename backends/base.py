@@ -395,6 +395,9 @@ class Backend(ABC):
         """Return access to this storage's classes; None where there are none."""
         return None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
     def past_caches(self) -> Backend:
         """Return a backend that reads from the storage itself; this one if it has no cache.
 

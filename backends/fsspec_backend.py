@@ -295,9 +295,6 @@ class FsspecBackend(base.Backend):
         # Not known: "now" keeps everyone from deleting the object for its age.
         return self._environment.now_ms() / 1000
 
-    def __repr__(self) -> str:
-        return f"FsspecBackend({self.url!r})"
-
 
 class Lender:
     """File system objects of one process: one for all threads, or several for one thread each.
