@@ -29,7 +29,7 @@ from ckptstore.config import SYSTEM, Environment, Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import Engine
 from ckptstore.errors import IntegrityError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
@@ -237,7 +237,7 @@ def copy_chunks(
         whole_bytes=whole_bytes,
     )
     sink = PackSink(target, environment, plan, after=after)
-    run = _Copying(table=table, source=source, sink=sink, progress=progress, total=total)
+    run = _Copying(table, source, sink, Counted(progress, "copy", total))
     try:
         run.work(iter(spans), threads)
         sink.finish()
@@ -258,9 +258,7 @@ class _Copying:
     table: PieceTable
     source: Backend
     sink: PackSink
-    progress: ProgressCallback
-    total: int
-    done: int = 0
+    count: Counted
     copied: Copied = field(default_factory=Copied)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -286,9 +284,7 @@ class _Copying:
             placed = self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
             with self.lock:
                 self.copied.places[span.pack, chunk.offset] = placed
-        with self.lock:
-            self.done += span.end - span.start
-            self.progress(Progress(stage="copy", done=self.done, total=self.total))
+        self.count.add(span.end - span.start)
 
     def _chunk(
         self, where: str, chunk: ChunkRead, data: memoryview, room: Room

@@ -21,7 +21,7 @@ from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode
 from ckptstore.config import SYSTEM, Options
 from ckptstore.errors import CkptStoreError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
@@ -125,9 +125,8 @@ def _read(
     run = _Reading(
         table=table,
         backend=backend,
-        progress=progress,
+        count=Counted(progress, "read", sum(int(table.raw[item.row]) for item in items)),
         on_failure=on_failure,
-        total=int(sum(int(table.raw[item.row]) for item in items)),
         decoding=threading.Semaphore(options.workers),
     )
     threads = max(1, min(threads, options.host_bytes // run.held_bytes(spans), len(spans)))
@@ -141,13 +140,11 @@ class _Reading:
 
     table: PieceTable
     backend: Backend
-    progress: ProgressCallback
+    count: Counted
     on_failure: FailureCallback | None
-    total: int
     decoding: threading.Semaphore
     """Passed by threads that check and decode: more of them than processors only wait for the
     interpreter's lock, dozens of them for most of a load (docs/design/0026-cores.md)."""
-    done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
@@ -200,7 +197,8 @@ class _Reading:
                     self._failed(span.pack, chunk, error)
         if deltas:
             self._deltas(deltas, scratch)
-        self._advance(span)
+        rows = [item.row for chunk in span.chunks for item in chunk.items]
+        self.count.add(sum(int(self.table.raw[row]) for row in rows))
 
     def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Rooms) -> None:
         """Fetch what deltas refer to, and apply each of them."""
@@ -389,12 +387,6 @@ class _Reading:
                 raise lost
             with self.lock:
                 self.on_failure(item, lost)
-
-    def _advance(self, span: Span) -> None:
-        raw = sum(int(self.table.raw[item.row]) for chunk in span.chunks for item in chunk.items)
-        with self.lock:
-            self.done += raw
-            self.progress(Progress(stage="read", done=self.done, total=self.total))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.codec_table import RAW, Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
-from ckptstore.events import Progress, ProgressCallback
+from ckptstore.events import Counted, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
@@ -296,8 +296,7 @@ def write_pieces(
         sink=sink,
         known=known,
         choice=choice,
-        total=total,
-        progress=progress,
+        count=Counted(progress, "write", total),
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
         staging=backend.staging(),
         clock=environment.monotonic,
@@ -328,16 +327,13 @@ class _PieceWrite:
     sink: PackSink
     known: KnownPieces
     choice: CodecChoice
-    total: int
-    """Bytes of all tensors."""
-    progress: ProgressCallback
+    count: Counted
+    """Bytes that were written or shared, of all tensors'."""
     buffer_bytes: int
     staging: BufferPool | None
     clock: Callable[[], float]
     deltas: Deltas | None
     spent: list[_Spent] = field(default_factory=list)
-    done: int = 0
-    """Bytes that were written or shared."""
     claimed: dict[bytes, int] = field(default_factory=dict)
     """Id of each new piece of this save to its row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -378,7 +374,7 @@ class _PieceWrite:
                 self._small_pieces(turn, job, room.own, spent)
             else:
                 shared = self._large_piece(turn, job, room, spent, shared=shared)
-            self._advance(job.length)
+            self.count.add(job.length)
 
         return run
 
@@ -482,11 +478,6 @@ class _PieceWrite:
                 return False
         self.rows.is_new[slot] = True
         return True
-
-    def _advance(self, length: int) -> None:
-        with self.lock:
-            self.done += length
-            self.progress(Progress(stage="write", done=self.done, total=self.total))
 
 
 def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
