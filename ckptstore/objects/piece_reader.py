@@ -24,14 +24,14 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.events import Counted, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, corrupt, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.joining import Growing
+from ckptstore.objects.joining import Growing, Stored
 from ckptstore.objects.plan import ChunkRead, ReadItem, Span, finer, plan_spans
 from ckptstore.objects.threads import in_threads
 from ckptstore.prefault import prefault
 
-__all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_alone", "read_pieces"]
+__all__ = ["ChunkRead", "ReadItem", "Span", "checked", "plan_spans", "read_alone", "read_pieces"]
 
 
 FailureCallback = Callable[[ReadItem, errors.CkptStoreError], None]
@@ -105,7 +105,7 @@ def read_alone(
             backend.read_into(key, at, [memory])
             body = memory[CHUNK_HEADER_BYTES:]
             chunk = ChunkRead(offset=at, stored_bytes=stored, raw_bytes=len(out), items=())
-            _decode(_checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
+            _decode(checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
     except (errors.CorruptObjectError, errors.NotFoundError):
         return False
     return bool(blake3_digest(out) == table.ids[row].tobytes())
@@ -191,7 +191,7 @@ class _Reading:
                     if base is None:
                         self._chunk(span.pack, chunk, header, body, scratch)
                         continue
-                    parsed = _checked(chunk, header, body)
+                    parsed = checked(chunk, header, body)
                     deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
                 except errors.CorruptObjectError as error:
                     self._failed(span.pack, chunk, error)
@@ -221,7 +221,7 @@ class _Reading:
             for item in chunk.items:
                 try:
                     with self.decoding:
-                        parsed = _checked(chunk, header, body)
+                        parsed = checked(chunk, header, body)
                         base = item.row, parsed, body
                         self._apply(span, chunk, base, deltas[item.row], scratch)
                 except errors.CorruptObjectError as error:
@@ -325,7 +325,7 @@ class _Reading:
         """Check one chunk and bring each piece of it to its destination."""
         first = chunk.items[0]
         direct = body is first.out
-        header = _checked(chunk, head, None if direct else body)
+        header = checked(chunk, head, None if direct else body)
         if direct and header.codec != 0:
             raise errors.CorruptObjectError("an encoded chunk of its raw length")
         if direct or not _needs_slab(chunk):
@@ -430,13 +430,15 @@ def _needs_slab(chunk: ChunkRead) -> bool:
     return len(chunk.items) > 1 or out is None or len(out) != chunk.raw_bytes
 
 
-def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None) -> ChunkHeader:
+def checked(
+    chunk: Stored, header_bytes: memoryview, body: memoryview | None, *, where: str = ""
+) -> ChunkHeader:
     """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
-    header = parse_chunk_header(header_bytes, where="")
+    header = parse_chunk_header(header_bytes, where=where)
     if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-        raise errors.CorruptObjectError("lengths differ from the manifest's")
+        raise corrupt(where, "lengths differ from the manifest's")
     if body is not None and xxh3_64(body) != header.checksum:
-        raise errors.CorruptObjectError("stored bytes do not match their checksum")
+        raise corrupt(where, "stored bytes do not match their checksum")
     return header
 
 
