@@ -71,14 +71,18 @@ def check_key(key: str) -> str:
 def check_size(key: str, size_bytes: int, bytes_max: int) -> None:
     """Refuse an object that is larger than its reader allows.
 
+    Parameters
+    ----------
+    size_bytes
+        Its size, or how much of it has arrived.
+
     Raises
     ------
     CorruptObjectError
         It has more than `bytes_max` bytes.
     """
     if size_bytes > bytes_max:
-        msg = f"{key} has {size_bytes} bytes, more than the {bytes_max} allowed"
-        raise CorruptObjectError(msg)
+        raise CorruptObjectError(f"{key} has more than the {bytes_max} bytes allowed")
 
 
 def check_prefix(prefix: str) -> str:
@@ -390,6 +394,9 @@ class Backend(ABC):
     def cold_storage(self) -> ColdStorage | None:
         """Return access to this storage's classes; None where there are none."""
         return None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
 
     def past_caches(self) -> Backend:
         """Return a backend that reads from the storage itself; this one if it has no cache.

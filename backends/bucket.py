@@ -285,9 +285,6 @@ class BucketBackend(base.Backend, Generic[C]):
             sent["requests_bytes"] = max(size_bytes, passing.moved_bytes, whole)
             return result
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
 
 ANSWERS: Final = 64
 """Recent answers to judge by."""

@@ -105,8 +105,7 @@ class FsspecBackend(base.Backend):
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object, requesting one byte more than is allowed."""
         data = self._cat(key, 0, bytes_max + 1)
-        if len(data) > bytes_max:
-            raise errors.CorruptObjectError(f"{key} has more than the {bytes_max} bytes allowed")
+        base.check_size(key, len(data), bytes_max)
         return data
 
     def read_into(self, key: str, offset: int, buffers: base.Buffers) -> None:
@@ -295,9 +294,6 @@ class FsspecBackend(base.Backend):
                 return float(value)
         # Not known: "now" keeps everyone from deleting the object for its age.
         return self._environment.now_ms() / 1000
-
-    def __repr__(self) -> str:
-        return f"FsspecBackend({self.url!r})"
 
 
 class Lender:

@@ -38,7 +38,7 @@ from urllib3.exceptions import LocationValueError
 
 from ckptstore import errors, limits
 from ckptstore.backends import wire
-from ckptstore.backends.base import Buffer, Buffers, ObjectInfo, ObjectWriter
+from ckptstore.backends.base import Buffer, Buffers, ObjectInfo, ObjectWriter, check_size
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, Wait, parse_bucket_url
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
@@ -94,9 +94,7 @@ class GcsBackend(BucketBackend[Foreign]):
             data = bytearray()
             while part := await answer.content.read(limits.STREAM_BYTES):
                 data += part
-                if len(data) > bytes_max:
-                    msg = f"{key} has more than the {bytes_max} bytes allowed"
-                    raise errors.CorruptObjectError(msg)
+                check_size(key, len(data), bytes_max)
             return bytes(data)
 
         data: bytes = self._media(key, fetch)

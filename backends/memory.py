@@ -164,9 +164,6 @@ class MemoryBackend(base.Backend):
     def _object(self, data: base.Buffer) -> _Object:
         return _Object(bytes(data), self._environment.now_ms() / 1000)
 
-    def __repr__(self) -> str:
-        return f"MemoryBackend({self.url!r})"
-
 
 def open_memory(url: str, **options: object) -> MemoryBackend:
     """Return the backend of a ``memory://name`` URL.

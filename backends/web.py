@@ -96,9 +96,7 @@ class WebBackend(BucketBackend["_Pools"]):
                     arrived(len(part))
                     data += part
                     size = len(data)
-            if size > bytes_max:
-                msg = f"{key} has more than the {bytes_max} bytes allowed"
-                raise errors.CorruptObjectError(msg)
+            base.check_size(key, size, bytes_max)
             return bytes(data)
 
         return self._run(what, read)

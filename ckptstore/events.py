@@ -48,6 +48,28 @@ def silent(_: Progress) -> None:
     """Ignore progress."""
 
 
+@dataclass(slots=True, eq=False)
+class Counted:
+    """Reports how much of a total is done. Any thread may add to it."""
+
+    progress: ProgressCallback
+    stage: str
+    total: int
+    done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, count: int) -> None:
+        """Report that more is done."""
+        with self._lock:
+            self.done += count
+            self.progress(Progress(stage=self.stage, done=self.done, total=self.total))
+
+    def beyond(self) -> ProgressCallback:
+        """Return the callback of a step that begins where this one is now."""
+        before, whole = self.done, partial(Progress, stage=self.stage, total=self.total)
+        return lambda step: self.progress(whole(done=before + step.done))
+
+
 SaveEventKind = Literal["staged", "durable", "replicated", "failed", "cancelled", "skipped"]
 """Kinds of events of a save."""
 

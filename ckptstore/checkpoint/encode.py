@@ -29,7 +29,7 @@ from ckptstore.errors import LimitError
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.names import encode_metadata
 from ckptstore.format.tables import Recipe
-from ckptstore.objects.sources import Source
+from ckptstore.objects.sources import Source, copy_from
 
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
@@ -282,7 +282,7 @@ class _Work:
         record, payload = self.draft.records[place], source.payload
         seen = {one.source for one in proofs}
         if not encoded_sources.is_guarded(payload):
-            payload = encoded_sources.copied(payload)
+            payload = encoded_sources.ComputedPayload(partial(copy_from, payload))
             for pieces in seen:
                 payload = encoded_sources.checked(payload, pieces, self._grid(source), name)
         if len(seen) == 1 and proofs[0].ids:

@@ -236,20 +236,6 @@ def checked(
     return ComputedPayload(fill)
 
 
-def copied(payload: Payload) -> ComputedPayload:
-    """Return a payload that copies from another one, wherever its bytes are."""
-
-    def fill(start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on."""
-        view = payload.view()
-        if view is None:
-            payload.copy_into(start, out)
-        else:
-            copy_bytes(out, view[start : start + len(out)])
-
-    return ComputedPayload(fill)
-
-
 _EMPTY = TensorRecord(dtype="uint8", shape=(0,), order=None, role="", nbytes=0)
 NOTHING = source_of(_EMPTY, ComputedPayload(lambda start, out: None))
 """The source of a tensor that has a recipe."""

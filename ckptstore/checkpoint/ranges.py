@@ -27,7 +27,7 @@ from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.coding import decode_elements
 from ckptstore.errors import CorruptTensorError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
@@ -153,35 +153,18 @@ def read_ranges(
     StorageError
         The storage failed.
     """
-    with naming_cold(content.manifest.version, backend.url):
-        _read_ranges(content, ranges, backend, options, progress, rounding)
-
-
-def _read_ranges(
-    content: Content,
-    ranges: Sequence[Range],
-    backend: Backend,
-    options: Options,
-    progress: ProgressCallback,
-    rounding: Rounding | None,
-) -> None:
     records = content.manifest.tensors
     stored = [one for one in ranges if records[one.index].recipe is None]
     made = [one for one in ranges if records[one.index].recipe is not None]
     total = sum(one.nbytes for one in ranges)
-    done = sum(one.nbytes for one in stored)
+    first = sum(one.nbytes for one in stored)
+    count = Counted(progress, "read", total, first)
     ready = {
         one.index: one.out
         for one in stored
         if one.out is not None and one.nbytes == records[one.index].nbytes
     }
     ends = _Ends(content.manifest)
-
-    def note(nbytes: int) -> None:
-        """Report bytes that were made."""
-        nonlocal done
-        done += nbytes
-        progress(Progress(stage="read", done=done, total=total))
 
     if stored:
         following, made = _following(content, ends, made, ready, rounding)
@@ -196,12 +179,12 @@ def _read_ranges(
             backend=backend,
             options=options,
             progress=lambda step: progress(
-                Progress(stage=step.stage, done=min(step.done, done), total=total)
+                Progress(stage=step.stage, done=min(step.done, first), total=total)
             ),
         )
         for derived in itertools.chain.from_iterable(following.values()):
             check_made(content, derived.index, derived.made(ready[derived.source]))
-            note(derived.nbytes)
+            count.add(derived.nbytes)
     if made:
         making = _Making(
             content=content,
@@ -209,7 +192,7 @@ def _read_ranges(
             ready=ready,
             backend=backend,
             options=options,
-            note=note,
+            note=count.add,
             rounding=rounding,
         )
         making.run(made)
@@ -250,7 +233,9 @@ def _read_parts(
     items = [item for part in parts for item in part.items]
     if items:
         read = content.read or read_pieces
-        read(content.manifest.pieces, items, backend=backend, options=options, progress=progress)
+        table = content.manifest.pieces
+        with naming_cold(content.manifest.version, backend.url):
+            read(table, items, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 

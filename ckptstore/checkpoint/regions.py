@@ -25,7 +25,7 @@ from ckptstore.chunking import in_batches
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.blocks import Block, boxes_of_range
+from ckptstore.format.blocks import Box, boxes_of_range
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
 
@@ -146,9 +146,9 @@ def _pieces(region: Region) -> Iterator[_Piece]:
         offsets = tuple(offsets[dim] for dim in record.order)
         out = out.transpose(record.order)
     ends = piece_ends(manifest, region.index) * (ITEM_BYTES[record.dtype] // item)
-    for start, block in _blocks_met(record, shape, offsets, out.shape):
-        low, high, inside = _common(block, offsets, out)
-        reach = _reach(block.sizes, low, high)
+    for start, box in _boxes_met(record, shape, offsets, out.shape):
+        low, high, inside = _common(box, offsets, out)
+        reach = _reach(box[1], low, high)
         row = int(np.searchsorted(ends, start + reach[0], "right"))
         while row < len(ends) and (int(ends[row - 1]) if row else 0) < start + reach[1]:
             begin = (int(ends[row - 1]) if row else 0) - start
@@ -156,17 +156,17 @@ def _pieces(region: Region) -> Iterator[_Piece]:
             piece = _Piece(
                 index=region.index, start=(start + begin) * item, nbytes=(stop - begin) * item
             )
-            if _fit(piece, (begin, stop), block.sizes, low, high, inside):
+            if _fit(piece, (begin, stop), box[1], low, high, inside):
                 yield piece
             row += 1
 
 
-def _blocks_met(
+def _boxes_met(
     record: TensorRecord, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[int, Block]]:
-    """Yield the blocks that a box meets, each with the number of elements stored before it."""
+) -> Iterator[tuple[int, Box]]:
+    """Yield the stored boxes that a box meets, each with the number of elements before it."""
     if record.blocks is None:
-        yield 0, Block(tuple(0 for _ in shape), tuple(shape))
+        yield 0, ((0,) * len(shape), tuple(shape))
         return
     table = record.blocks.table
     before = np.concatenate(([0], np.cumsum(table[:, 1].prod(axis=1))))
@@ -175,17 +175,15 @@ def _blocks_met(
     met = ((table[:, 0] < high) & (table[:, 0] + table[:, 1] > low)).all(axis=1)
     for place in np.flatnonzero(met):
         starts, extents = table[place].tolist()
-        yield int(before[place]), Block(tuple(starts), tuple(extents))
+        yield int(before[place]), (tuple(starts), tuple(extents))
 
 
 def _common(
-    block: Block, offsets: Sequence[int], out: Elements
+    box: Box, offsets: Sequence[int], out: Elements
 ) -> tuple[tuple[int, ...], tuple[int, ...], Elements]:
-    """Return the part of a block that is wanted, as bounds in the block, and where it goes."""
+    """Return the wanted part of a stored box, as bounds in the box, and where it goes."""
     low, high, part = [], [], []
-    for begin, size, start, length in zip(
-        block.offsets, block.sizes, offsets, out.shape, strict=True
-    ):
+    for begin, size, start, length in zip(*box, offsets, out.shape, strict=True):
         low.append(max(start - begin, 0))
         high.append(min(start + length - begin, size))
         part.append(slice(begin + low[-1] - start, begin + high[-1] - start))

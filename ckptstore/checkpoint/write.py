@@ -84,7 +84,7 @@ def write_version(
     catalog = repo.log.refresh(writing=True)
     check_wishes(catalog, request, version=version)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    before = None if parent is None else _readable(repo, parent)
+    before = _readable(repo, parent)
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
     proved = frozenset() if parent is None else repo.manifests.proved(parent)
@@ -101,8 +101,9 @@ def write_version(
     if draft.numbers:
         told["measuring_s"] = repo.environment.monotonic() - began
     request = replace(request, metadata=listing(request.metadata, draft.fallbacks))
-    wants_deltas = check_choice(request.codec) == "delta"
-    older = _older(repo, draft, parent if shared else None) if wants_deltas else None
+    older: Older | None = None
+    if check_choice(request.codec) == "delta":
+        older = _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
     written: list[Written] = []
 
     def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
@@ -155,13 +156,13 @@ def write_version(
 
 def shareable(repo: Repo, parent: Version | None) -> list[PieceTable]:
     """Return what can be shared with the parent; damage to it must not stop the training."""
-    before = None if parent is None else _readable(repo, parent)
+    before = _readable(repo, parent)
     return [] if before is None else [before.pieces]
 
 
-def _readable(repo: Repo, parent: Version) -> Manifest | None:
+def _readable(repo: Repo, parent: Version | None) -> Manifest | None:
     """Return the manifest of the parent, if anything can be shared with it."""
-    if parent.level == "record":
+    if parent is None or parent.level == "record":
         return None
     if parent.damaged:
         _log.warning("nothing is shared with version #%s, parts of which are lost", parent.id[:8])
@@ -171,12 +172,6 @@ def _readable(repo: Repo, parent: Version) -> Manifest | None:
     except (IntegrityError, FormatError) as error:
         _log.warning("nothing is shared with the version before, which is damaged: %s", error)
         return None
-
-
-def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
-    """Return what a save may take deltas to."""
-    before = None if parent is None else repo.manifests.load(parent)
-    return _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
 
 
 def _deltas(

@@ -53,21 +53,15 @@ ITEM_BYTES = {
 """Bytes of one element, by layout."""
 
 # By torch's name of the dtype; what is not here has no planes (one byte, or no better choice).
-_BY_DTYPE = {
-    "float32": Layout.FLOAT32,
-    "complex64": Layout.FLOAT32,
-    "bfloat16": Layout.FLOAT16,
-    "float16": Layout.FLOAT16,
-    "complex32": Layout.FLOAT16,
-    "float64": Layout.FLOAT64,
-    "complex128": Layout.FLOAT64,
-    "int16": Layout.BYTES2,
-    "uint16": Layout.BYTES2,
-    "int32": Layout.BYTES4,
-    "uint32": Layout.BYTES4,
-    "int64": Layout.BYTES8,
-    "uint64": Layout.BYTES8,
+_DTYPES = {
+    Layout.FLOAT32: ("float32", "complex64"),
+    Layout.FLOAT16: ("bfloat16", "float16", "complex32"),
+    Layout.FLOAT64: ("float64", "complex128"),
+    Layout.BYTES2: ("int16", "uint16"),
+    Layout.BYTES4: ("int32", "uint32"),
+    Layout.BYTES8: ("int64", "uint64"),
 }
+_BY_DTYPE = {dtype: layout for layout, dtypes in _DTYPES.items() for dtype in dtypes}
 
 
 def layout_of(dtype: str) -> Layout:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +20,6 @@ from ckptstore.hashing import Buffer
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, by dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One box of a tensor."""
-
-    offsets: tuple[int, ...]
-    """Its first element, by dimension."""
-    sizes: tuple[int, ...]
-    """At least 1 each."""
-
-    @property
-    def count(self) -> int:
-        """Return the number of its elements."""
-        return math.prod(self.sizes)
 
 
 class Blocks:
@@ -78,10 +62,10 @@ class Blocks:
         """Return how many there are."""
         return len(self.table)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[Box]:
         """Iterate in stored order."""
         for offsets, sizes in self.table.tolist():
-            yield Block(tuple(offsets), tuple(sizes))
+            yield tuple(offsets), tuple(sizes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Blocks) and np.array_equal(self.table, other.table)
@@ -191,10 +175,8 @@ def gather(blocks: Blocks, shape: Sequence[int], item: int, stored: Buffer, out:
     whole = np.frombuffer(out, element).reshape(shape)
     source = np.frombuffer(stored, element)
     at = 0
-    for block in blocks:
-        part = tuple(
-            slice(start, start + size)
-            for start, size in zip(block.offsets, block.sizes, strict=True)
-        )
-        whole[part] = source[at : at + block.count].reshape(block.sizes)
-        at += block.count
+    for offsets, sizes in blocks:
+        part = tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
+        count = math.prod(sizes)
+        whole[part] = source[at : at + count].reshape(sizes)
+        at += count

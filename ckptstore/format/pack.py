@@ -91,15 +91,15 @@ def parse_header(data: bytes, *, pack_id: str) -> None:
         If it was written in a newer format.
     """
     if len(data) != HEADER_BYTES:
-        raise _corrupt(pack_id, f"header of {len(data)} bytes")
+        raise corrupt(pack_id, f"header of {len(data)} bytes")
     magic, version, flags, zero, found = _HEADER.unpack(data)
     if magic != _MAGIC or zero:
-        raise _corrupt(pack_id, "no pack header")
+        raise corrupt(pack_id, "no pack header")
     if version != FORMAT or flags:
         msg = f"pack {pack_id} has format {version}, flags {flags}; this ckptstore reads format 1"
         raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
     if found.hex() != pack_id:
-        raise _corrupt(pack_id, f"it is pack {found.hex()}")
+        raise corrupt(pack_id, f"it is pack {found.hex()}")
 
 
 def parse_chunk_header(data: bytes | bytearray | memoryview, *, where: str) -> ChunkHeader:
@@ -116,13 +116,13 @@ def parse_chunk_header(data: bytes | bytearray | memoryview, *, where: str) -> C
         If magic, check sum or a limit is broken.
     """
     if len(data) != CHUNK_HEADER_BYTES:
-        raise _corrupt(where, f"chunk header of {len(data)} bytes")
+        raise corrupt(where, f"chunk header of {len(data)} bytes")
     magic, codec, layout, zero, raw, stored, checksum, chunk_id, zero2 = _CHUNK.unpack_from(data)
     (crc,) = _CRC.unpack_from(data, _CHUNK.size)
     if magic != CHUNK_MAGIC or zlib.crc32(data[: _CHUNK.size]) != crc or zero or zero2:
-        raise _corrupt(where, "damaged chunk header")
+        raise corrupt(where, "damaged chunk header")
     if raw > limits.CHUNK_RAW_BYTES_MAX or stored > limits.CHUNK_STORED_BYTES_MAX:
-        raise _corrupt(where, f"chunk of {raw} bytes, {stored} stored, is over the limit")
+        raise corrupt(where, f"chunk of {raw} bytes, {stored} stored, is over the limit")
     return ChunkHeader(codec, layout, raw, stored, checksum, chunk_id)
 
 
@@ -142,12 +142,12 @@ def parse_trailer(data: bytes, *, pack_bytes: int, where: str) -> tuple[int, int
         If the trailer is damaged or does not fit a pack of `pack_bytes`.
     """
     if len(data) != TRAILER_BYTES:
-        raise _corrupt(where, f"trailer of {len(data)} bytes")
+        raise corrupt(where, f"trailer of {len(data)} bytes")
     offset, count, zero, checksum, magic = _TRAILER.unpack(data)
     if magic != _END_MAGIC or zero:
-        raise _corrupt(where, "no trailer; the pack is cut short or damaged")
+        raise corrupt(where, "no trailer; the pack is cut short or damaged")
     if offset < HEADER_BYTES or offset + count * INDEX_ROW_BYTES + TRAILER_BYTES != pack_bytes:
-        raise _corrupt(where, f"index of {count} rows at {offset} in {pack_bytes} bytes")
+        raise corrupt(where, f"index of {count} rows at {offset} in {pack_bytes} bytes")
     return offset, count, checksum
 
 
@@ -160,19 +160,20 @@ def parse_index(data: bytes, *, checksum: int, offset: int, where: str) -> list[
         If the check sum differs or a row points outside the chunks.
     """
     if len(data) % INDEX_ROW_BYTES or xxh3_64(data) != checksum:
-        raise _corrupt(where, "damaged index")
+        raise corrupt(where, "damaged index")
     rows = []
     at = HEADER_BYTES
     for chunk_id, start, stored, raw in _ROW.iter_unpack(data):
         if start != at or raw > limits.CHUNK_RAW_BYTES_MAX:
-            raise _corrupt(where, f"index row for offset {start} where {at} is due")
+            raise corrupt(where, f"index row for offset {start} where {at} is due")
         at += CHUNK_HEADER_BYTES + stored
         rows.append(IndexRow(chunk_id=chunk_id, offset=start, stored_bytes=stored, raw_bytes=raw))
     if at != offset:
-        raise _corrupt(where, f"chunks end at {at}, the index begins at {offset}")
+        raise corrupt(where, f"chunks end at {at}, the index begins at {offset}")
     return rows
 
 
-def _corrupt(where: str, what: str) -> CorruptObjectError:
+def corrupt(where: str, what: str) -> CorruptObjectError:
+    """Return the error for a damaged pack, or a part of it; `where` may be empty."""
     msg = f"pack {where}: {what}" if where else what
     return CorruptObjectError(msg, hint="run ckptstore verify to see which versions it touches")

@@ -29,14 +29,14 @@ from ckptstore.config import SYSTEM, Environment, Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import Engine
 from ckptstore.errors import IntegrityError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
-from ckptstore.hashing import blake3_digest, xxh3_64
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, corrupt
+from ckptstore.hashing import blake3_digest
 from ckptstore.objects.joining import C, Growing, Stored, join_chunks
 from ckptstore.objects.packs import After, PackSink, Placed, plan_packs
-from ckptstore.objects.piece_reader import read_pieces
+from ckptstore.objects.piece_reader import checked, read_pieces
 from ckptstore.objects.plan import ChunkRead, Items, ReadItem, Span, cut_rows, finer, plan_spans
 from ckptstore.objects.threads import in_threads
 
@@ -122,12 +122,8 @@ def _taken(data: memoryview, chunk: Stored, *, where: str, room: Room) -> Stored
     UnsupportedFeatureError
         A newer ckptstore wrote it.
     """
-    header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where=where)
     body = data[CHUNK_HEADER_BYTES:]
-    if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-        raise broken(where, "lengths differ from the manifest's")
-    if xxh3_64(body) != header.checksum:
-        raise broken(where, "stored bytes do not match their checksum")
+    header = checked(chunk, data[:CHUNK_HEADER_BYTES], body, where=where)
     if not is_known(header.codec, header.layout):
         msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
         raise errors.UnsupportedFeatureError(msg, hint="upgrade ckptstore")
@@ -138,7 +134,7 @@ def _taken(data: memoryview, chunk: Stored, *, where: str, room: Room) -> Stored
         try:
             raw = decoded(header.codec, header.layout, body, header.raw_bytes, room.decoded)
         except CodecError as error:
-            raise broken(where, str(error)) from error
+            raise corrupt(where, str(error)) from error
     layout, stored = Layout(header.layout), header.stored_bytes
     encoded = Encoded(codec=header.codec, layout=layout, parts=(body,), stored_bytes=stored)
     return StoredChunk(header.chunk_id, encoded, header.raw_bytes, raw, base_id)
@@ -167,15 +163,10 @@ def read_rows(
     for row, where, data in _fetched(backend, pack, rows, room):
         found = _taken(data, row, where=where, room=room)
         if found.chunk_id != row.chunk_id:
-            raise broken(where, "another chunk is there")
+            raise corrupt(where, "another chunk is there")
         if found.piece_id(0, row.raw_bytes) != row.chunk_id:
-            raise broken(where, "content does not match its chunk id")
+            raise corrupt(where, "content does not match its chunk id")
         yield found
-
-
-def broken(where: str, what: str) -> errors.CorruptObjectError:
-    """Return the error for a chunk that is not what it should be."""
-    return errors.CorruptObjectError(f"pack {where}: {what}")
 
 
 def copy_chunks(
@@ -237,7 +228,7 @@ def copy_chunks(
         whole_bytes=whole_bytes,
     )
     sink = PackSink(target, environment, plan, after=after)
-    run = _Copying(table=table, source=source, sink=sink, progress=progress, total=total)
+    run = _Copying(table, source, sink, Counted(progress, "copy", total))
     try:
         run.work(iter(spans), threads)
         sink.finish()
@@ -258,9 +249,7 @@ class _Copying:
     table: PieceTable
     source: Backend
     sink: PackSink
-    progress: ProgressCallback
-    total: int
-    done: int = 0
+    count: Counted
     copied: Copied = field(default_factory=Copied)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -286,9 +275,7 @@ class _Copying:
             placed = self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
             with self.lock:
                 self.copied.places[span.pack, chunk.offset] = placed
-        with self.lock:
-            self.done += span.end - span.start
-            self.progress(Progress(stage="copy", done=self.done, total=self.total))
+        self.count.add(span.end - span.start)
 
     def _chunk(
         self, where: str, chunk: ChunkRead, data: memoryview, room: Room
@@ -302,10 +289,10 @@ class _Copying:
             whole = size == chunk.raw_bytes
             piece = chunk_id if whole else found.piece_id(inner, size)
             if piece != self.table.ids[item.row].tobytes():
-                raise broken(where, "content does not match its chunk id")
+                raise corrupt(where, "content does not match its chunk id")
             base = self.table.base_of(item.row)
             if found.base_id != (None if base is None else self.table.ids[base].tobytes()):
-                raise broken(where, "it does not refer to the base that the manifest names")
+                raise corrupt(where, "it does not refer to the base that the manifest names")
         return found, chunk_id
 
 

@@ -130,6 +130,7 @@ class _Stream:
     """Closed before this one."""
 
 
+@dataclass(eq=False, repr=False)
 class PackSink:
     """Takes encoded chunks and writes packs, several at a time.
 
@@ -144,21 +145,15 @@ class PackSink:
     ``append`` is running.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        environment: Environment,
-        plan: PackPlan,
-        *,
-        after: After | None = None,
-    ) -> None:
-        self._backend = backend
-        self._after = after
-        self._plan = plan
-        self._environment = environment
-        self._streams = [_Stream() for _ in range(plan.streams)]
-        self._room = threading.BoundedSemaphore(plan.at_once)
-        self._finishers = Threads(plan.at_once, thread_name_prefix="ckptstore-pack")
+    backend: Backend
+    environment: Environment
+    plan: PackPlan
+    after: After | None = None
+
+    def __post_init__(self) -> None:
+        self._streams = [_Stream() for _ in range(self.plan.streams)]
+        self._room = threading.BoundedSemaphore(self.plan.at_once)
+        self._finishers = Threads(self.plan.at_once, thread_name_prefix="ckptstore-pack")
         self._finishing: list[Future[None]] = []
         self._stopped = threading.Event()
         self._counting = threading.Lock()
@@ -221,7 +216,7 @@ class PackSink:
             )
             stream.rows.append(row)
             stream.offset += layout.CHUNK_HEADER_BYTES + stored_bytes
-            if stream.offset >= self._plan.closed_at(stream.packs):
+            if stream.offset >= self.plan.closed_at(stream.packs):
                 self._close(stream)
         return placed
 
@@ -256,8 +251,8 @@ class PackSink:
         self._room.acquire()
         try:
             self._raise_failures()
-            stream.pack = self._environment.random_hex(16)
-            stream.writer = self._backend.open_writer(pack_key(stream.pack))
+            stream.pack = self.environment.random_hex(16)
+            stream.writer = self.backend.open_writer(pack_key(stream.pack))
             stream.writer.write(layout.pack_header(stream.pack))
         except BaseException:
             if stream.writer is not None:
@@ -291,8 +286,8 @@ class PackSink:
             with writer:
                 if not self._stopped.is_set():
                     writer.commit()
-            if self._after is not None and not self._stopped.is_set():
-                self._after(pack, rows, self._check_stopped)
+            if self.after is not None and not self._stopped.is_set():
+                self.after(pack, rows, self._check_stopped)
         finally:
             self._room.release()
 

@@ -21,17 +21,17 @@ from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode
 from ckptstore.config import SYSTEM, Options
 from ckptstore.errors import CkptStoreError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, corrupt, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.joining import Growing
+from ckptstore.objects.joining import Growing, Stored
 from ckptstore.objects.plan import ChunkRead, ReadItem, Span, finer, plan_spans
 from ckptstore.objects.threads import in_threads
 from ckptstore.prefault import prefault
 
-__all__ = ["ChunkRead", "ReadItem", "Span", "plan_spans", "read_alone", "read_pieces"]
+__all__ = ["ChunkRead", "ReadItem", "Span", "checked", "plan_spans", "read_alone", "read_pieces"]
 
 
 FailureCallback = Callable[[ReadItem, errors.CkptStoreError], None]
@@ -105,7 +105,7 @@ def read_alone(
             backend.read_into(key, at, [memory])
             body = memory[CHUNK_HEADER_BYTES:]
             chunk = ChunkRead(offset=at, stored_bytes=stored, raw_bytes=len(out), items=())
-            _decode(_checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
+            _decode(checked(chunk, memory[:CHUNK_HEADER_BYTES], body), body, out)
     except (errors.CorruptObjectError, errors.NotFoundError):
         return False
     return bool(blake3_digest(out) == table.ids[row].tobytes())
@@ -125,9 +125,8 @@ def _read(
     run = _Reading(
         table=table,
         backend=backend,
-        progress=progress,
+        count=Counted(progress, "read", sum(int(table.raw[item.row]) for item in items)),
         on_failure=on_failure,
-        total=int(sum(int(table.raw[item.row]) for item in items)),
         decoding=threading.Semaphore(options.workers),
     )
     threads = max(1, min(threads, options.host_bytes // run.held_bytes(spans), len(spans)))
@@ -141,13 +140,11 @@ class _Reading:
 
     table: PieceTable
     backend: Backend
-    progress: ProgressCallback
+    count: Counted
     on_failure: FailureCallback | None
-    total: int
     decoding: threading.Semaphore
     """Passed by threads that check and decode: more of them than processors only wait for the
     interpreter's lock, dozens of them for most of a load (docs/design/0026-cores.md)."""
-    done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
@@ -194,13 +191,14 @@ class _Reading:
                     if base is None:
                         self._chunk(span.pack, chunk, header, body, scratch)
                         continue
-                    parsed = _checked(chunk, header, body)
+                    parsed = checked(chunk, header, body)
                     deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
                 except errors.CorruptObjectError as error:
                     self._failed(span.pack, chunk, error)
         if deltas:
             self._deltas(deltas, scratch)
-        self._advance(span)
+        rows = [item.row for chunk in span.chunks for item in chunk.items]
+        self.count.add(sum(int(self.table.raw[row]) for row in rows))
 
     def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Rooms) -> None:
         """Fetch what deltas refer to, and apply each of them."""
@@ -223,7 +221,7 @@ class _Reading:
             for item in chunk.items:
                 try:
                     with self.decoding:
-                        parsed = _checked(chunk, header, body)
+                        parsed = checked(chunk, header, body)
                         base = item.row, parsed, body
                         self._apply(span, chunk, base, deltas[item.row], scratch)
                 except errors.CorruptObjectError as error:
@@ -327,7 +325,7 @@ class _Reading:
         """Check one chunk and bring each piece of it to its destination."""
         first = chunk.items[0]
         direct = body is first.out
-        header = _checked(chunk, head, None if direct else body)
+        header = checked(chunk, head, None if direct else body)
         if direct and header.codec != 0:
             raise errors.CorruptObjectError("an encoded chunk of its raw length")
         if direct or not _needs_slab(chunk):
@@ -390,12 +388,6 @@ class _Reading:
             with self.lock:
                 self.on_failure(item, lost)
 
-    def _advance(self, span: Span) -> None:
-        raw = sum(int(self.table.raw[item.row]) for chunk in span.chunks for item in chunk.items)
-        with self.lock:
-            self.done += raw
-            self.progress(Progress(stage="read", done=self.done, total=self.total))
-
 
 @dataclass(frozen=True, slots=True)
 class _Delta:
@@ -438,13 +430,15 @@ def _needs_slab(chunk: ChunkRead) -> bool:
     return len(chunk.items) > 1 or out is None or len(out) != chunk.raw_bytes
 
 
-def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None) -> ChunkHeader:
+def checked(
+    chunk: Stored, header_bytes: memoryview, body: memoryview | None, *, where: str = ""
+) -> ChunkHeader:
     """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
-    header = parse_chunk_header(header_bytes, where="")
+    header = parse_chunk_header(header_bytes, where=where)
     if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-        raise errors.CorruptObjectError("lengths differ from the manifest's")
+        raise corrupt(where, "lengths differ from the manifest's")
     if body is not None and xxh3_64(body) != header.checksum:
-        raise errors.CorruptObjectError("stored bytes do not match their checksum")
+        raise corrupt(where, "stored bytes do not match their checksum")
     return header
 
 

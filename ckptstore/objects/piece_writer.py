@@ -21,19 +21,18 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.buffers import BufferPool, Memory
-from ckptstore.byte_copies import copy_bytes
 from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.codec_table import RAW, Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.config import CodecChoice, Environment, Options
-from ckptstore.events import Progress, ProgressCallback
+from ckptstore.events import Counted, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import NUMBERS, Base, KnownPieces, Location, numbers_of, table_of
 from ckptstore.objects.packs import PackSink, plan_packs
-from ckptstore.objects.sources import Source
+from ckptstore.objects.sources import Source, copy_from
 from ckptstore.objects.threads import in_threads
 from ckptstore.prefault import prefault
 
@@ -297,8 +296,7 @@ def write_pieces(
         sink=sink,
         known=known,
         choice=choice,
-        total=total,
-        progress=progress,
+        count=Counted(progress, "write", total),
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
         staging=backend.staging(),
         clock=environment.monotonic,
@@ -329,16 +327,13 @@ class _PieceWrite:
     sink: PackSink
     known: KnownPieces
     choice: CodecChoice
-    total: int
-    """Bytes of all tensors."""
-    progress: ProgressCallback
+    count: Counted
+    """Bytes that were written or shared, of all tensors'."""
     buffer_bytes: int
     staging: BufferPool | None
     clock: Callable[[], float]
     deltas: Deltas | None
     spent: list[_Spent] = field(default_factory=list)
-    done: int = 0
-    """Bytes that were written or shared."""
     claimed: dict[bytes, int] = field(default_factory=dict)
     """Id of each new piece of this save to its row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -379,7 +374,7 @@ class _PieceWrite:
                 self._small_pieces(turn, job, room.own, spent)
             else:
                 shared = self._large_piece(turn, job, room, spent, shared=shared)
-            self._advance(job.length)
+            self.count.add(job.length)
 
         return run
 
@@ -399,7 +394,7 @@ class _PieceWrite:
                 spent.hashing_s += self.clock() - began
                 return True
         staged = room.view(job.length)
-        _stage(source, job.start, staged)
+        copy_from(source.payload, job.start, staged)
         piece_id = blake3_digest(staged)
         hashed = self.clock()
         spent.hashing_s += hashed - began
@@ -484,11 +479,6 @@ class _PieceWrite:
         self.rows.is_new[slot] = True
         return True
 
-    def _advance(self, length: int) -> None:
-        with self.lock:
-            self.done += length
-            self.progress(Progress(stage="write", done=self.done, total=self.total))
-
 
 def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
     """Copy tensors one after the other into `out`; those of torch in one call, where they can."""
@@ -498,18 +488,9 @@ def _stage_all(sources: Sequence[Source], out: memoryview) -> None:
         return
     start = 0
     for source in sources:
-        _stage(source, 0, out[start : start + source.nbytes])
+        copy_from(source.payload, 0, out[start : start + source.nbytes])
         start += source.nbytes
 
 
 def _nothing() -> None:
     """Do nothing: no one waits for this memory."""
-
-
-def _stage(source: Source, start: int, out: memoryview) -> None:
-    """Copy bytes of a tensor into host memory that no one else writes."""
-    view = source.payload.view()
-    if view is None:
-        source.payload.copy_into(start, out)
-    else:
-        copy_bytes(out, view[start : start + len(out)])

@@ -20,6 +20,15 @@ class Payload(Protocol):
         """Fill `out` with the bytes from `start` on. Called from several threads at once."""
 
 
+def copy_from(payload: Payload, start: int, out: memoryview) -> None:
+    """Fill `out` with the bytes of a payload from `start` on, wherever they are."""
+    view = payload.view()
+    if view is None:
+        payload.copy_into(start, out)
+    else:
+        copy_bytes(out, view[start : start + len(out)])
+
+
 class Source(Protocol):
     """One tensor to write, wherever its bytes are."""
 

@@ -66,8 +66,9 @@ class Replicas:
 
     def __init__(self, repo: Repo, given: ReplicaOptions | None = None) -> None:
         self._repo = repo
-        self._given = dict(given or {})
-        for name, options in self._given.items():
+        self.given = dict(given or {})
+        """Options, or open stores, by name; :meth:`give` adds to them."""
+        for name, options in self.given.items():
             check_replica_name(name)
             if not isinstance(options, Mapping) and not hasattr(options, "repo"):
                 msg = f"the options of the replica {name!r} are no mapping"
@@ -90,12 +91,7 @@ class Replicas:
             :mod:`ckptstore.replicas.options`.
         """
         places.check_bound(name, options)
-        self._given[name] = dict(options)
-
-    @property
-    def given(self) -> ReplicaOptions:
-        """Options, or open stores, by name."""
-        return self._given
+        self.given[name] = dict(options)
 
     def get(self, info: ReplicaInfo) -> Repo:
         """Return a replica, opened.
@@ -130,7 +126,7 @@ class Replicas:
         return self._slots.setdefault(key, _Slot())
 
     def _open(self, info: ReplicaInfo) -> tuple[Repo, bool]:
-        given = self._given.get(info.name, {})
+        given = self.given.get(info.name, {})
         if not isinstance(given, Mapping):
             check_same(given.repo, info)
             return given.repo, False

@@ -20,6 +20,7 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.repo import Repo
 from ckptstore.states.lazy import LazyTensor
 from ckptstore.tensors.bfloat16 import to_bfloat16
+from ckptstore.tensors.narrowing import castable
 from ckptstore.tensors.tensor_bytes import dtype_named
 
 # Elements that are compared at once. Source: a window takes some 60 bytes an element (both sides as
@@ -168,11 +169,7 @@ def _real(dtype: str) -> torch.dtype:
 
 def _is_numeric(dtype: str) -> bool:
     """Return whether elements of a dtype, whole bytes each, can become float64."""
-    try:
-        torch.empty(1, dtype=_real(dtype)).to(torch.float64)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+    return castable(_real(dtype), torch.float64)
 
 
 def _windows(pairs: list[Pair], streamed: Iterable[int], manifest: Manifest) -> Iterator[_Window]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.checkpoint.content import Content
@@ -13,7 +12,7 @@ from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.chunking import in_batches
 from ckptstore.collector_pause import collector_paused
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.format.skeleton import Node, prune
 from ckptstore.repo import Repo
@@ -76,15 +75,14 @@ def load_state(repo: Repo, content: Content, request: LoadRequest, part: Node = 
         )
     sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
     total = sum(sizes.values()) + sum(part.nbytes for part in restorer.parts)
-    done = 0
+    count = Counted(request.progress, "read", total)
     stay = list(filter(restorer.stays, sizes))
     # Of the others torch rounds the pinned memory up to a power of two.
     moved = {n: 1 << (sizes[n] - 1).bit_length() for n in sizes.keys() - stay}
     moved_batches = in_batches(sorted(moved), moved.__getitem__, repo.options.host_bytes)
     for batch in filter(None, itertools.chain([stay], moved_batches)):
-        counted = partial(_count_on, request.progress, done, total)
-        read_records(repo, content, restorer, batch, progress=counted)
-        done += sum(map(sizes.__getitem__, batch))
+        read_records(repo, content, restorer, batch, progress=count.beyond())
+        count.done += sum(map(sizes.__getitem__, batch))
     read_parts(repo, content, restorer)
     if restorer.parts:
         request.progress(Progress(stage="read", done=total, total=total))
@@ -132,8 +130,3 @@ def read_parts(repo: Repo, content: Content, restorer: Restorer) -> None:
         read_regions(regions, backend=repo.load_backend, options=repo.options, rounding=to_bfloat16)
         for part, storage, _ in made:
             restorer.finish_part(part, storage)
-
-
-def _count_on(progress: ProgressCallback, done: int, total: int, step: Progress) -> None:
-    """Report a step of a batch as one of the whole load; `done` bytes were read before."""
-    progress(Progress(stage=step.stage, done=done + step.done, total=total))

@@ -30,7 +30,7 @@ from ckptstore.backends.transfers import FillingThreads
 from ckptstore.checkpoint.content import Content, ReadPieces
 from ckptstore.config import Options
 from ckptstore.errors import CorruptTensorError, InvalidInputError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Counted, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_digest, blake3_of
 from ckptstore.objects.piece_reader import read_pieces
@@ -220,7 +220,7 @@ class _SharedPieces:
             by_row={},
             backend=backend,
             options=replace(options, host_bytes=max(1, options.host_bytes // _ROUND_SHARE // 2)),
-            note=_Counter(table, items, progress),
+            count=Counted(progress, "read", sum(int(table.raw[item.row]) for item in items)),
         )
         alone: list[ReadItem] = []
         for item, chunk in zip(items, self._chunk_of[rows].tolist(), strict=True):
@@ -230,9 +230,8 @@ class _SharedPieces:
                 alone.append(item)
         run.exchange(rounds)
         if alone:
-            self._inner(
-                table, alone, backend=backend, options=options, progress=run.note.last_part()
-            )
+            rest = run.count.beyond()
+            self._inner(table, alone, backend=backend, options=options, progress=rest)
 
     def help(self, told: Sequence[Message]) -> None:
         """Take part in a call of other ranks, as one that wants nothing."""
@@ -343,7 +342,7 @@ class _Run:
     """Items of shared chunks, by the first row of the same piece."""
     backend: Backend
     options: Options
-    note: _Counter
+    count: Counted
 
     def exchange(self, rounds: Sequence[Sequence[_Block]]) -> None:
         """Read own blocks, send them, receive those of others, and deliver all."""
@@ -397,30 +396,8 @@ class _Run:
                     works.append((block, view[at:end], self.by_row[row]))
         for _ in pool.map(one, works):
             pass
-        self.note(sum(len(piece) * len(items) for _, piece, items in works))
+        self.count.add(sum(len(piece) * len(items) for _, piece, items in works))
         self.pieces.give_back(blocks.values())
-
-
-class _Counter:
-    """Reports the bytes that arrived in one call."""
-
-    def __init__(
-        self, table: PieceTable, items: Sequence[ReadItem], progress: ProgressCallback
-    ) -> None:
-        self._progress = progress
-        self._done = 0
-        self._total = sum(int(table.raw[item.row]) for item in items)
-
-    def __call__(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(Progress(stage="read", done=self._done, total=self._total))
-
-    def last_part(self) -> ProgressCallback:
-        """Return the callback of what this rank reads alone, after all else."""
-        begin = self._done
-        return lambda step: self._progress(
-            Progress(stage=step.stage, done=begin + step.done, total=self._total)
-        )
 
 
 def _groups(

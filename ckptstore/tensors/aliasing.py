@@ -167,7 +167,7 @@ def _alone(place: _Place) -> Pending:
     if once != shape and 0 not in shape:
         tensor = tensor.as_strided(once, [step or 1 for step in strides])
     order = memory_order(once, tensor.stride())
-    if not _injective(once, tensor.stride(), order):
+    if not injective(once, tensor.stride()):
         return _together([place])
     dense_strides = strides_of(once, order)
     dense = plain and same_strides(once, tensor.stride(), dense_strides)
@@ -205,14 +205,13 @@ def same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bo
     return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True)) or 0 in shape
 
 
-def _injective(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None) -> bool:
+def injective(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether no two elements overlap: each step is longer than all dimensions inside it."""
     reach = 0
-    for dim in reversed(range(len(shape)) if order is None else order):
-        if shape[dim] > 1:
-            if strides[dim] <= reach:
-                return False
-            reach += (shape[dim] - 1) * strides[dim]
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and step <= reach:
+            return False
+        reach += step * max(size - 1, 0)
     return True
 
 

@@ -14,7 +14,7 @@ import torch
 from ckptstore.format.dtypes import ITEM_BYTES, strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton import Leaf
-from ckptstore.tensors.aliasing import memory_array, share
+from ckptstore.tensors.aliasing import injective, memory_array, share
 from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
 
 
@@ -95,11 +95,4 @@ def _overlapping(fills: Iterable[AnyFill]) -> Iterator[tuple[AnyFill, AnyFill]]:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether two elements of a tensor may lie in the same memory."""
-    if tensor.is_contiguous():
-        return False
-    reach = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return True
-        reach += step * max(size - 1, 0)
-    return False
+    return not (tensor.is_contiguous() or injective(tensor.shape, tensor.stride()))

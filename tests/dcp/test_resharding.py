@@ -81,7 +81,7 @@ def test_slabs_are_plain_tensors_and_tiles_are_blocks(saved: str) -> None:
     }  # fmt: skip
     tiles = records["tiles"].blocks
     assert tiles is not None
-    assert [block.sizes for block in tiles] == [(11, 11), (11, 11), (10, 11), (10, 11)]
+    assert [sizes for _, sizes in tiles] == [(11, 11), (11, 11), (10, 11), (10, 11)]
     assert data[10] == FLAG_BLOCKS
 
 

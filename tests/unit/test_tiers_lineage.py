@@ -151,7 +151,7 @@ def test_a_fork_from_the_next_replica(hot: Store, cold: Store, tmp_path: Path) -
         hot.fork("gpt@1", "ft")
     assert "try again when" in caught.value.hint
     _name(hot, "second", second)
-    hot._session.replicas._given["second"] = second
+    hot._session.replicas.given["second"] = second
     assert hot.fork("gpt@1", "ft").head is not None
     assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
 

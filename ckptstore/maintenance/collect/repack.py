@@ -33,12 +33,12 @@ from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFo
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES, IndexRow
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES, IndexRow, corrupt
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import Version
-from ckptstore.objects.copying import Room, broken, read_rows
+from ckptstore.objects.copying import Room, read_rows
 from ckptstore.objects.joining import join_chunks
 from ckptstore.objects.packs import PackPlan, PackSink, plan_packs, read_index
 from ckptstore.objects.plan import shorter
@@ -334,7 +334,7 @@ def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
     for offset, stored, raw in zip(*columns, strict=True):
         row = index.get(offset)
         if row is None or (row.stored_bytes, row.raw_bytes) != (stored, raw):
-            raise broken(f"{victim.pack} at {offset}", "its index names another chunk there")
+            raise corrupt(f"{victim.pack} at {offset}", "its index names another chunk there")
         yield row
 
 
