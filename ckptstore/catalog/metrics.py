@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TypeVar, get_args
 
 from ckptstore import limits
@@ -216,13 +217,19 @@ def top(
     if n < 1:
         raise InvalidInputError(f"n={n}", hint="from 1 on")
     if direction is None:
-        msg = f"it is not known whether {metric!r} is better low or high"
-        fix = f"store.run({run!r}, metrics={{{metric!r}: 'min'}}) or 'max'"
-        raise InvalidInputError(msg, hint=fix)
+        raise no_direction(metric, catalog.run(run).metrics, repr(run))
     low, high = steps
     high = limits.STEP_MAX if high is None else high
     values = [each for each in catalog.metric_values(run, metric) if low <= each[1] <= high]
     return [catalog.version(version_id) for version_id in ranked(values, direction)[:n]]
+
+
+def no_direction(metric: str, known: Iterable[str], run: str = "NAME") -> InvalidInputError:
+    """Return the error for a metric that may be better low or high; it may be misspelled."""
+    fix = f"store.run({run}, metrics={{{metric!r}: 'min'}}) or 'max'"
+    for close in get_close_matches(metric, known, 1):
+        fix = f"did you mean {close}? or {fix}"
+    return InvalidInputError(f"it is not known whether {metric!r} is better low or high", hint=fix)
 
 
 def best_marks(catalog: Catalog, runs: Iterable[RunInfo]) -> dict[str, set[str]]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NoReturn, Protocol
 
 from ckptstore import limits
-from ckptstore.catalog.metrics import ranked
+from ckptstore.catalog.metrics import no_direction, ranked
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
@@ -139,9 +139,7 @@ class Best:
         """Return the ids of the versions that the rule chooses; `among` is oldest first."""
         direction = view.directions.get(self.metric)
         if direction is None:
-            msg = f"it is not known whether {self.metric!r} is better low or high"
-            fix = f"store.run(NAME, metrics={{{self.metric!r}: 'min'}}) or 'max'"
-            raise InvalidInputError(msg, hint=fix)
+            raise no_direction(self.metric, view.directions)
         values = [(v.id, v.step, v.metrics[self.metric]) for v in among if self.metric in v.metrics]
         chosen = ranked(values, direction)[: self.count]
         if self.missing == "keep":

@@ -180,6 +180,7 @@ def _draw_problems(screen: Screen, report: VerifyReport) -> None:
         f"{counted(report.versions_count, 'version')} damaged",
         "bold red",
     )
+    screen.line("ckptstore repair mends what a copy proves: --from STORE has one")
 
 
 def _draw_notices(screen: Screen, report: VerifyReport) -> None:
@@ -327,6 +328,7 @@ def _draw_repair(
         screen.line(report.commits_lost, "bold red")
     if report.lost:
         screen.line(f"something is lost of {counted(len(report.lost), 'version')}", "bold red")
+        screen.line("--from STORE, with a copy, mends them; RUN@latest-valid is whole; or rm them")
         for cold in report.cold:
             what = f"{counted(cold.pieces_count, 'chunk')} of {cold.run}@{cold.step}"
             screen.line(f"{cold.url} has {what} in an archive class; then repair again:", "yellow")

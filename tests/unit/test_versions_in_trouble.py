@@ -199,3 +199,10 @@ def test_a_dry_collection_needs_no_right_to_write(
     with ckptstore.open(tmp_path / "s") as store:
         monkeypatch.setattr(store.repo.backend, "put", refuses)
         assert store.gc(dry_run=True).dry_run
+
+
+def test_a_misspelled_metric_of_a_policy_is_told(tmp_path: Path) -> None:
+    """The plan names the metric that was meant, before the way to declare one."""
+    with _saved(tmp_path / "s", 1) as store:
+        (plan,) = store.retain({"full": "best 1 los"}, dry_run=True).plans
+        assert "did you mean loss?" in plan.refused
