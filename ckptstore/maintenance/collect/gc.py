@@ -362,7 +362,7 @@ class Collection:
             info = objects.get(details.manifest_key)
             if info is None or info.size_bytes != details.manifest_bytes:
                 return None
-        needed = _keys_of(needs, self.reach, catalog)
+        needed = self.reach.keys(catalog, needs.packs)
         if any(key not in needed and key not in catalog.condemned for key in objects):
             self._find_dead(catalog)
             if found.rest(catalog, needed):
@@ -381,7 +381,7 @@ class Collection:
     ) -> dict[str, Sequence[str]]:
         """Return keys by the field of the report that counts them, before anything is done."""
         found, no_grace = self.found, self.grace_s <= 0
-        live = self.reach.keys(catalog) if idle is None else _keys_of(idle, self.reach, catalog)
+        live = self.reach.keys(catalog, None if idle is None else idle.packs)
         over = self._due(catalog, found.now_s)
         waiting = sorted(catalog.condemned.keys() - set(over))
         chosen = set(condemnable)
@@ -511,12 +511,6 @@ class Collection:
         return {
             name: Tally(count=len(sizes), size_bytes=sum(sizes)) for name, sizes in kinds.items()
         }
-
-
-def _keys_of(needs: References, reach: Reach, catalog: Catalog) -> set[str]:
-    """Return the keys of live manifests and of the packs that they name."""
-    manifests = {details.manifest_key for _, details in reach.contents(catalog)}
-    return manifests.union(map(keys.pack_key, needs.packs))
 
 
 def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:

@@ -186,9 +186,16 @@ class Reach:
             self._read([catalog.version(version) for version in new])
         return {digest: self._known[digest] for _, digest in live if digest in self._known}
 
-    def keys(self, catalog: Catalog) -> set[str]:
-        """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`."""
-        packs = {pack for need in self.of(catalog).values() for pack in need.packs}
+    def keys(self, catalog: Catalog, packs: Iterable[str] | None = None) -> set[str]:
+        """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`.
+
+        Parameters
+        ----------
+        packs
+            The packs among them, if they are known; then no manifest is read.
+        """
+        if packs is None:
+            packs = {pack for need in self.of(catalog).values() for pack in need.packs}
         found = {details.manifest_key for _, details in self.contents(catalog)}
         return found.union(map(pack_key, packs))
 
