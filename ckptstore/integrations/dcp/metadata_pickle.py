@@ -250,8 +250,7 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], ArchivePlace]
 def _places(storage: object, where: str) -> _Places:
     if not isinstance(storage, dict):
         msg = f"{where} does not say where the data is"
-        hint = "only torch's own file writer is supported"
-        raise errors.FormatError(msg, hint=hint)
+        raise errors.FormatError(msg, hint="only torch's own file writer is supported")
     found: dict[tuple[str, tuple[int, ...] | None], ArchivePlace] = {}
     for index, info in storage.items():
         if not isinstance(index, _Index) or not isinstance(info, _Info):

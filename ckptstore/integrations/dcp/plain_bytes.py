@@ -109,8 +109,7 @@ def _check_records(records: Sequence[zipfile.ZipInfo], size_bytes: int, where: s
         r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
     ):
         msg = f"{where} holds compressed records, which torch.save does not write"
-        hint = "extract it first if it is an archive of something else"
-        raise FormatError(msg, hint=hint)
+        raise FormatError(msg, hint="extract it first if it is an archive of something else")
     if sum(record.file_size for record in records) > size_bytes:
         raise FormatError(f"{where} claims more bytes than it has")
     if len({record.filename for record in records}) < len(records):
