@@ -29,7 +29,7 @@ from ckptstore.backends.fsspec_systems import System, is_absent, is_answer, numb
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.posix_walk import TEMP, WITH_TEMPS
 from ckptstore.backends.scatter import Scatter, wanted_bytes
-from ckptstore.config import SYSTEM, Environment
+from ckptstore.config import SYSTEM
 
 T = TypeVar("T")
 Foreign = Any
@@ -64,21 +64,13 @@ class FsspecBackend(base.Backend):
         Handling of its class.
     """
 
-    def __init__(
-        self,
-        url: str,
-        options: Mapping[str, object],
-        system: System,
-        *,
-        environment: Environment = SYSTEM,
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, object], system: System) -> None:
         self.url: str = without_credentials(url)
         self.name = "fsspec"
         self._chained = "::" in url
         self._system = system
         self._make = _ClientFactory(url, dict(options), system)
         self._client = PerProcess(Lender, self._make, system)
-        self._environment = environment
 
     @property
     def capabilities(self) -> base.Capabilities:
@@ -241,7 +233,7 @@ class FsspecBackend(base.Backend):
             raise
 
     def _pipe(self, key: str, data: bytes, *, conditional: bool = False) -> None:
-        temp = f"{key.rpartition('/')[0]}/.tmp-{self._environment.random_hex(16)}".lstrip("/")
+        temp = f"{key.rpartition('/')[0]}/.tmp-{SYSTEM.random_hex(16)}".lstrip("/")
 
         def pipe(fs: Foreign, root: str) -> None:
             """Write the whole object, and make its folders."""
@@ -293,7 +285,7 @@ class FsspecBackend(base.Backend):
             if isinstance(value, int | float):
                 return float(value)
         # Not known: "now" keeps everyone from deleting the object for its age.
-        return self._environment.now_ms() / 1000
+        return SYSTEM.now_ms() / 1000
 
 
 class Lender:
