@@ -11,7 +11,7 @@ by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
-from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
-from ckptstore.maintenance.collect.repack import relocate_needing
+from ckptstore.maintenance.collect.repack import Change, relocate_needing
 from ckptstore.maintenance.core.live_set import Reach
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.objects.index import Location
@@ -87,12 +87,7 @@ class _Family:
 
 
 def rebase(
-    repo: Repo,
-    reach: Reach,
-    catalog: Catalog,
-    *,
-    dry_run: bool = False,
-    progress: ProgressCallback = silent,
+    repo: Repo, reach: Reach, catalog: Catalog, *, dry_run: bool, progress: ProgressCallback
 ) -> Rebased:
     """Store deltas by themselves where that takes less, and relocate the versions that hold them.
 
@@ -196,9 +191,7 @@ def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]
     return list(found.values())
 
 
-def _change(
-    chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]
-) -> Callable[[Manifest], PieceTable | None]:
+def _change(chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]) -> Change:
     """Return a function that gives the table of a manifest without the rewritten deltas."""
 
     def change(manifest: Manifest) -> PieceTable | None:

@@ -341,9 +341,11 @@ def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
 # --- versions -----------------------------------------------------------------------------------
 
 
-def relocate_needing(
-    repo: Repo, reach: Reach, packs: Container[str], change: Callable[[Manifest], PieceTable | None]
-) -> int:
+Change = Callable[[Manifest], PieceTable | None]
+"""Returns the pieces of a manifest at their new places; None if it stays as it is."""
+
+
+def relocate_needing(repo: Repo, reach: Reach, packs: Container[str], change: Change) -> int:
     """Write manifests and commit; return how many versions lie elsewhere now.
 
     Parameters
@@ -388,12 +390,7 @@ def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
     ]
 
 
-def _moves(
-    repo: Repo,
-    reach: Reach,
-    versions: Sequence[Version],
-    change: Callable[[Manifest], PieceTable | None],
-) -> Iterator[Move]:
+def _moves(repo: Repo, reach: Reach, versions: Sequence[Version], change: Change) -> Iterator[Move]:
     """Write the new manifests of versions; those that changed meanwhile are left out."""
 
     def one(version: Version) -> tuple[Move, Manifest] | None:
