@@ -23,7 +23,7 @@ from ckptstore.checkpoint.selection import renumbered
 from ckptstore.errors import CondemnedError, InvalidInputError, StateError
 from ckptstore.format import skeleton
 from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
-from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, Pattern, path_text
 from ckptstore.format.roles import RULE, RoleRules
@@ -233,7 +233,7 @@ class _Building:
             zip(value.records, value.rows, strict=True)
         ):
             record = TensorRecord(
-                dtype=dtype, shape=shape, order=order, role="", nbytes=_nbytes(dtype, shape)
+                dtype=dtype, shape=shape, order=order, role="", nbytes=bytes_of(dtype, shape)
             )
             places[number] = self._add(record, [(part, rows)])
         return renumbered(value.node, places) if places else value.node
@@ -261,13 +261,9 @@ class _Building:
             raise StateError(msg, hint="the ranks must hold all of it, and no element twice")
         if is_row_major(one.shape, ordered):
             blocks = None
+        nbytes = bytes_of(one.dtype, one.shape)
         record = TensorRecord(
-            dtype=one.dtype,
-            shape=one.shape,
-            order=None,
-            role="",
-            nbytes=_nbytes(one.dtype, one.shape),
-            blocks=blocks,
+            dtype=one.dtype, shape=one.shape, order=None, role="", nbytes=nbytes, blocks=blocks
         )
         return ["T", self._add(record, [boxes[box] for box in ordered])]
 
@@ -309,10 +305,6 @@ class _Building:
         return tuple(
             record.replace(role=rules(first[index])) for index, record in enumerate(self._records)
         )
-
-
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 # --- skeleton of a state that is only known by the paths of its leaves ----------------------------
