@@ -61,7 +61,8 @@ def send(
         The answer is an error.
     """
     policy, config = container._credential_policy, container._config
-    pool = getattr(config.transport.session.get_adapter(container.url), "direct", None)
+    session = getattr(getattr(config, "transport", None), "session", None)
+    pool = session and getattr(session.get_adapter(container.url), "direct", None)
     kind = type(policy)
     if not pool or not (policy is None or (kind.__module__, kind.__name__) in _POLICIES):
         return None

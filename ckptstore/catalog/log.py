@@ -105,8 +105,6 @@ class Log:
         :attr:`ckptstore.catalog.state.State.gone`.
         """
         self._snapshot = 0
-        self._ahead = 0
-        """Number of a sound snapshot that was newer than the log when it was opened."""
         self._own: Commit | None = None
         self._tried: Commit | None = None
         """What was written last, and may be there although nobody said so."""
@@ -178,11 +176,13 @@ class Log:
             previous = record.digest
             yield record
 
-    def other_history(self) -> int:
-        """Return the number of a sound snapshot that the log contradicts; 0 where it does not."""
+    def other_history(self, numbers: Iterable[int]) -> int:
+        """Return the number of a sound snapshot that the log contradicts; 0 where it does not.
+
+        It is of commits that were lost, and others have taken their numbers since.
+        """
         confirmed = {self.began, self._snapshot}
-        numbers = [n for n in self._reader.snapshots() if n <= self.catalog.number]
-        unsure = [number for number in numbers if number not in confirmed]
+        unsure = [n for n in numbers if n <= self.catalog.number and n not in confirmed]
         for catalog in snapshots.read_newest_first(self._backend, unsure):
             with suppress(errors.IntegrityError, errors.UnsupportedFeatureError):
                 commit = self._reader.find(catalog.number, wait=False)
@@ -199,8 +199,6 @@ class Log:
                 self.catalog = catalog
                 self._snapshot = self.began = catalog.number
                 break
-            if catalog.number > max(listed, default=0):
-                self._ahead = max(self._ahead, catalog.number)
             snapshots.warn_unconfirmed(catalog.number)
         else:
             listed = self._reader.tail(0)
@@ -278,12 +276,6 @@ class Log:
                 ops = () if mending and self.damage is None else tuple(build(catalog))
                 if not ops:
                     return None
-                if catalog.number < self._ahead and not mending:
-                    key = snapshot_key(self._ahead)
-                    raise _hidden(
-                        f"{key} is there, but the log ends at commit {catalog.number}",
-                        f"; without a copy of it, move {key} away to go on with what is left",
-                    )
                 data, commit, after = self._prepare(catalog, ops)
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
@@ -386,6 +378,14 @@ class Log:
             raise _two_writers(f"{commit.key} appeared meanwhile")
         if named:
             raise _hidden(f"{commit.key} is there, but not listed")
+        if self._own is None:
+            newer = [number for number in self._reader.snapshots() if number >= commit.number]
+            for catalog in snapshots.read_newest_first(self._backend, newer):
+                key = snapshot_key(catalog.number)
+                raise _hidden(
+                    f"{key} is there, but the log ends before {commit.key}",
+                    f"; without a copy of it, move {key} away to go on with what is left",
+                )
 
     def _snapshot_if_due(self, catalog: Catalog) -> None:
         if not snapshots.due(catalog.number, self._snapshot):

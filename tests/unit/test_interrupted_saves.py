@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def _interrupts(name: str, monkeypatch: pytest.MonkeyPatch, part: type) -> None:
     monkeypatch.setattr(part, name, done)
 
 
+@pytest.fixture
+def _python_handles_ctrl_c() -> Iterator[None]:
+    """Have Python's handler of SIGINT, which is not there in what a shell has in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_python_handles_ctrl_c")
 @pytest.mark.parametrize(
     ("part", "name"), [(EngineSupervisor, "lend"), (Staging, "__init__"), (Saver, "_admitted")]
 )

@@ -704,7 +704,7 @@ def test_a_single_writer_does_not_go_on_before_its_newest_snapshot(
     assert snapshots.write(memory, writer.catalog, single_writer=True)
     for number in (2, 3):
         memory.delete(commit_key(number))
-    with pytest.raises(errors.IntegrityError, match="the log ends at"):
+    with pytest.raises(errors.IntegrityError, match="the log ends before"):
         Log(memory, environment, single_writer=True).append(saving("other"))
     assert len(commits_of(memory)) == 1
     memory.delete(snapshot_key(3))

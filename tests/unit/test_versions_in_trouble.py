@@ -47,28 +47,18 @@ def test_lost_parts_stay_known_when_a_version_would_age(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saves", [0, 3])
-def test_a_log_that_was_cut_short_is_not_written_on(
-    tmp_path: Path, saves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sound snapshot tells of lost commits: none is written, and nothing is collected.
-
-    Nor is it after other writers went on, who did not see the snapshot.
-    """
+def test_a_log_that_was_cut_short_is_not_collected(tmp_path: Path, saves: int) -> None:
+    """A sound snapshot tells of lost commits, also when others have taken their numbers."""
     store = _saved(tmp_path / "s", 6)
     store.repo.log._write_snapshot(store.repo.catalog)
     store.close()
     for lost in sorted((tmp_path / "s/commits").glob("*/*"))[-2:]:
         lost.unlink()
-    with monkeypatch.context() as unaware:
-        unaware.setattr("ckptstore.catalog.reading.LogReader.snapshots", lambda _: [])
-        for step in range(10, 10 + saves):
-            with ckptstore.open(tmp_path / "s") as other:
-                other.run("r").save(_state(step), step=step)
+    for step in range(10, 10 + saves):
+        with ckptstore.open(tmp_path / "s") as other:
+            other.run("r").save(_state(step), step=step)
     with ckptstore.open(tmp_path / "s") as store:
         before = {one.step for one in store.versions()}
-        if not saves:
-            with pytest.raises(errors.CorruptObjectError, match=r"snapshots/0+\d+\.snap is there"):
-                store.run("r").save(_state(9), step=9)
         with pytest.raises(errors.CorruptObjectError, match="commits seem to be lost"):
             store.gc(grace_s=0, orphan_age_s=0)
         assert {one.step for one in store.versions()} == before

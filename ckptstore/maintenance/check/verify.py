@@ -335,7 +335,12 @@ def report_lost_commits(
 
 
 def check_log_is_whole(
-    repo: Repo, catalog: Catalog, strays: Collection[str], *, in_flight: bool = False
+    repo: Repo,
+    catalog: Catalog,
+    strays: Collection[str],
+    *,
+    collecting: bool = False,
+    in_flight: bool = False,
 ) -> None:
     """Check that no object says that commits were lost.
 
@@ -347,6 +352,8 @@ def check_log_is_whole(
         Keys of unreferenced manifests that do not belong to a running save. A save leaves one
         behind only if it dies in the moment between its manifest and its commit. A repack may leave
         hundreds, but of versions that the log knows: where there are many, they are read.
+    collecting
+        Compare older snapshots with the log too, as verification does by itself.
     in_flight
         Some of them may be of saves under way after all: a first save is no lost log.
 
@@ -357,12 +364,13 @@ def check_log_is_whole(
         manifest; or many stray manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live
         versions) came between two commits that follow each other, or after the last.
     """
-    newest = max(snapshot_numbers(repo.backend), default=0)
+    numbers = snapshot_numbers(repo.backend)
+    newest = max(numbers, default=0)
     if newest > catalog.number and newest > repo.refresh().number:
         what = (
             f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
         )
-    elif other := repo.log.other_history():
+    elif collecting and (other := repo.log.other_history(numbers)):
         what = f"the catalog snapshot {other} is of another history than the log's commit {other}"
     elif not catalog.number and strays and not in_flight:
         what = f"there is no commit, but {len(strays)} manifests of versions"

@@ -252,7 +252,8 @@ class Collection:
         before = self._kinds(catalog, condemnable, idle)
         if not force:
             strays = [key for key in before["orphans"] if keys.version_id_of(key) is not None]
-            check_log_is_whole(repo, catalog, strays, in_flight=self.orphan_age_s <= 0)
+            in_flight = self.orphan_age_s <= 0
+            check_log_is_whole(repo, catalog, strays, collecting=True, in_flight=in_flight)
         age_s = max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
         left = repo.backend.remove_leftovers(
             modified_before=self.found.now_s - age_s, dry_run=self.dry_run
