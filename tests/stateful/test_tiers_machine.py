@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from shortening import examples
+from shortening import examples, is_short
 from simclients import trusting
 from simulated_environment import SimulatedEnvironment
 
@@ -243,7 +243,8 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TiersMachine.TestCase.settings = settings(
-    max_examples=examples(15), stateful_step_count=30, deadline=None, derandomize=True,
+    max_examples=examples(15), stateful_step_count=12 if is_short() else 30, deadline=None,
+    derandomize=True,
     phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 TestTiers = TiersMachine.TestCase
