@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
 from ckptstore.shown import shown
-
-if TYPE_CHECKING:
-    from ckptstore.format.tables import TensorRecord
 
 ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 RULE: Final = 2
@@ -63,6 +60,22 @@ class Judgement(NamedTuple):
     why: str
 
 
+class Described(Protocol):
+    """A tensor of a state, saved or not."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the element type, without ``torch.``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes by dimension."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+
+
 class RoleRules:
     """The rules of one state.
 
@@ -86,7 +99,7 @@ class RoleRules:
         overrides: Mapping[Pattern, str] | None = None,
         *,
         node: Node = None,
-        records: Sequence[TensorRecord] = (),
+        records: Sequence[Described] = (),
     ) -> None:
         self._overrides: list[tuple[PathFilter, str, str]] = []
         self._records = records
@@ -192,7 +205,7 @@ class RoleRules:
         return self._nbytes(node) in lengths and _is_state(self._records[int(node[1])])  # type: ignore[index,arg-type]
 
 
-def _is_state(record: TensorRecord) -> bool:
+def _is_state(record: Described) -> bool:
     """Return whether a tensor has the type and size of a generator's state: torch, NumPy, JAX."""
     if record.dtype == "uint8":
         return len(record.shape) == 1 and record.nbytes in _GENERATOR_BYTES

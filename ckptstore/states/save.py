@@ -22,7 +22,7 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.flatten import FlatState, flatten
-from ckptstore.tensors.tensor_bytes import SourceTensor, settle
+from ckptstore.tensors.tensor_bytes import settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,14 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
         A rule would spoil a tensor; it is named.
     """
     first_paths = [tensor.paths[0] for tensor in flat.tensors]  # a tied one has its first's role
-
-    def record(x: SourceTensor, role: str) -> TensorRecord:
-        return TensorRecord(dtype=x.dtype, shape=x.shape, order=x.order, role=role, nbytes=x.nbytes)
-
-    plain = [record(tensor, "") for tensor in flat.tensors]
-    rules = RoleRules(roles, node=flat.skeleton, records=plain)
+    rules = RoleRules(roles, node=flat.skeleton, records=flat.tensors)
     records = tuple(
-        record(tensor, rules(path)) for tensor, path in zip(flat.tensors, first_paths, strict=True)
+        [
+            TensorRecord(
+                dtype=x.dtype, shape=x.shape, order=x.order, role=rules(path), nbytes=x.nbytes
+            )
+            for x, path in zip(flat.tensors, first_paths, strict=True)
+        ]
     )
     wishes = {}
     if encodings:
