@@ -267,7 +267,10 @@ def test_a_writer_and_a_reader_for_many_saves(run: Run) -> None:
     for number, step in enumerate(steps):
         save({"n": number}, checkpoint_id=step, storage_writer=writer)
     into = {"n": -1}
-    loader.load(into, checkpoint_id="6", storage_reader=reader)
+    for one in ("6", 6, f"{run.name}@6"):  # whatever the writer takes
+        into["n"] = 0
+        loader.load(into, checkpoint_id=one, storage_reader=reader)
+        assert into["n"] == 1
     loader.load({"n": 0}, storage_reader=reader)
 
     assert into == {"n": 1}

@@ -101,7 +101,7 @@ class CkptStoreReader(StorageReader):
         self._progress = progress
         self._group = group
         self._opened: _Opened | None = None
-        self.checkpoint_id: str | os.PathLike[str] = ""
+        self.checkpoint_id: str = ""
         """Id that the caller of the load passed, if any; for torch's log."""
 
     def __reduce__(self) -> NoReturn:
@@ -114,16 +114,20 @@ class CkptStoreReader(StorageReader):
         """The version that was loaded last; None before the first load."""
         return None if self._opened is None else self._opened.version
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """Set the ref of the next load; torch calls it on every rank if there is one.
 
         Parameters
         ----------
         checkpoint_id
-            A ref; None for the one that the reader was made with.
+            A ref, of a run also as the writer takes it; None for the one that the reader was made
+            with.
         """
-        self.checkpoint_id = "" if checkpoint_id is None else checkpoint_id
-        self._asked = None if checkpoint_id is None else os.fspath(checkpoint_id)
+        id_ = "" if checkpoint_id is None else checkpoint_id
+        self.checkpoint_id = os.fspath(id_) if isinstance(id_, os.PathLike) else str(id_)
+        self._asked = None if checkpoint_id is None else self.checkpoint_id
+        if self._asked is not None and not isinstance(self._source, Store):
+            self._asked = self._asked.removeprefix(f"{self._source.name}@")
 
     # Not ``**kwargs``: where torch finds that name, a rank whose first try fails retries
     # without the others, and those wait for it.
