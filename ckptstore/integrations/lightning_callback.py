@@ -68,7 +68,8 @@ class LoopState:
         Raises
         ------
         InvalidInputError
-            The trainer does not save with the plugin, so that nothing would reach the store.
+            The trainer does not save with the plugin, so that nothing would reach the store; or a
+            callback wants links to files.
         """
         owner = trainer.strategy.save_checkpoint.__qualname__.partition(".")[0]
         if owner in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
@@ -83,6 +84,9 @@ class LoopState:
             raise InvalidInputError(msg, hint=hint)
         self._io.attach(trainer)
         for one in trainer.checkpoint_callbacks:
+            if getattr(one, "save_last", None) == "link":
+                msg = "ModelCheckpoint(save_last='link') links to a file, and there is none"
+                raise InvalidInputError(msg, hint="use save_last=True")
             one.file_exists = self._io.has_saved  # Lightning looks for files
 
     def state_dict(self) -> dict[str, Any]:

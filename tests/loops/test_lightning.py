@@ -376,6 +376,13 @@ def test_saving_last_keeps_one_last(kit: Package, store: Store) -> None:
     assert [version.step for version in store.versions("gpt")] == [20]
 
 
+def test_a_link_to_the_last_file_is_refused(kit: Package, store: Store) -> None:
+    """There is no file to link to: it is told before the training begins."""
+    trainer = kit.trainer(kit.io(store), kit.keep(save_last="link"), epochs=1)
+    with pytest.raises(InvalidInputError, match="save_last='link'"):
+        trainer.fit(kit.model(), _data(), _data())
+
+
 def test_saves_in_the_background(kit: Package, store: Store) -> None:
     """The same versions are there when the fit returns, the replaced ones deleted."""
     io = kit.io(store, background=True)
