@@ -60,7 +60,7 @@ class Judgement(NamedTuple):
     why: str
 
 
-class Described(Protocol):
+class TensorOutline(Protocol):
     """A tensor of a state, saved or not."""
 
     @property
@@ -99,7 +99,7 @@ class RoleRules:
         overrides: Mapping[Pattern, str] | None = None,
         *,
         node: Node = None,
-        records: Sequence[Described] = (),
+        records: Sequence[TensorOutline] = (),
     ) -> None:
         self._overrides: list[tuple[PathFilter, str, str]] = []
         self._records = records
@@ -205,7 +205,7 @@ class RoleRules:
         return self._nbytes(node) in lengths and _is_state(self._records[int(node[1])])  # type: ignore[index,arg-type]
 
 
-def _is_state(record: Described) -> bool:
+def _is_state(record: TensorOutline) -> bool:
     """Return whether a tensor has the type and size of a generator's state: torch, NumPy, JAX."""
     if record.dtype == "uint8":
         return len(record.shape) == 1 and record.nbytes in _GENERATOR_BYTES
