@@ -328,10 +328,8 @@ class _Upload:
 
     def part(self, number: int, body: base.Buffers) -> str:
         block = f"{number:06d}"  # ids of one blob have one length
-        what, name = (
-            f"put block {number} of {self.key}",
-            self.backend._location.object_name(self.key),
-        )
+        what = f"put block {number} of {self.key}"
+        name = self.backend._location.object_name(self.key)
         query = f"comp=block&blockid={quote(base64.b64encode(block.encode()), safe='')}"
 
         def stage(container: Foreign) -> None:

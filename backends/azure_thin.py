@@ -73,7 +73,11 @@ def send(
     date = formatdate(SYSTEM.now_ms() / 1000, usegmt=True)
     given = {"x-ms-version": container.api_version, "x-ms-date": date, **headers}
     if body:
-        given["Content-Length"] = str(sum(map(len, body)))
+        given |= {
+            "Content-Length": str(sum(map(len, body))),
+            "Content-MD5": _md5(body),
+            "Content-Type": "application/octet-stream",
+        }
     request = HttpRequest(verb, url, given)
     if policy is not None:
         policy.on_request(PipelineRequest(request, PipelineContext(config.transport)))
@@ -102,15 +106,16 @@ def put(
     headers: Mapping[str, str] = MappingProxyType({}),
     query: str = "",
 ) -> bool:
-    """Send a body with its MD5, for errors in transit; False if the library has to send it."""
-    digest = hashlib.md5(usedforsecurity=False)
-    for view in body:
-        digest.update(view)
-    own = {
-        "Content-MD5": base64.b64encode(digest.digest()).decode(),
-        "Content-Type": "application/octet-stream",
-    }
-    answer = send(container, what, name, {**own, **headers}, body=body, query=query)
+    """Send a body; return False if the library has to send it."""
+    answer = send(container, what, name, headers, body=body, query=query)
     if answer is not None:
         answer.content()
     return answer is not None
+
+
+def _md5(body: Buffers) -> str:
+    """Return the digest that the server compares, for errors in transit."""
+    digest = hashlib.md5(usedforsecurity=False)
+    for view in body:
+        digest.update(view)
+    return base64.b64encode(digest.digest()).decode()

@@ -221,6 +221,26 @@ def test_the_short_path_sends_what_gcsfs_sends(service: Service, options: str) -
     assert len(sent[0]) == 2
 
 
+def test_azures_short_path_checks_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trusts the bundle that the user names, and no server in the place of the first."""
+    pems = [certificate(tmp_path / name) for name in ("trusted", "other")]
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(pems[0]))
+    with Service(tmp_path, tls=pems[0]) as first, operation("test") as ledger:
+        first.change = lambda _, reply: reply.having(Connection="close")
+        backend = first.backend("azure")
+        backend.get("a", bytes_max=1 << 20)
+        backend.put("a", _DATA)
+        assert len(first.requests) == 2
+    assert sum(one.thin_count for one in ledger.figures().values()) == 1
+
+    error = pytest.raises(errors.TransientStorageError, match="put c: SSLError")
+    with Service(tmp_path, tls=pems[1], port=first.port) as second, error:
+        backend.put("c", _DATA)
+    assert not second.requests
+
+
 class _Identity:
     """Gives each request a token of its own, since they end at once."""
 

@@ -231,9 +231,9 @@ def retain(
         commits = applying.carry_out()
     elif not quick:
         applying.measure(plans)
-    cold = {one: x for one, x in applying.skipped.items() if isinstance(x, ColdObjectError)}
-    for one in applying.skipped.keys() - cold:
-        raise applying.skipped[one]
+    for error in applying.skipped.values():
+        if not isinstance(error, ColdObjectError):
+            raise error
     return RetainReport(
         dry_run=dry_run,
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
@@ -241,7 +241,7 @@ def retain(
         clock=applying.times.clock,
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
         dropped=applying.dropped,
-        skipped={one: error.message for one, error in cold.items()},
+        skipped={one: error.message for one, error in applying.skipped.items()},
     )
 
 
