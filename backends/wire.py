@@ -151,15 +151,13 @@ def send(
 
 
 def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
-    """Write a request, its body in steps whose progress is told."""
-    if not body or type(sock) is not socket.socket:
-        sock.sendall(head)
-    else:
-        sock.sendall(head, _MORE)
-    for view in body:
+    """Write a request, its body in steps whose progress is told; small ones wait for the next."""
+    more = _MORE if type(sock) is socket.socket else 0
+    sock.sendall(head, more if body else 0)
+    for left, view in zip(range(len(body) - 1, -1, -1), body, strict=True):
         for at in range(0, len(view), limits.STREAM_BYTES):
             step = view[at : at + limits.STREAM_BYTES]
-            sock.sendall(step)
+            sock.sendall(step, more if left else 0)
             moved(len(step))
 
 

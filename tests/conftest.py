@@ -44,6 +44,8 @@ from shortening import ENVIRONMENT, mark_grids  # noqa: E402
 from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
+from ckptstore import limits  # noqa: E402
+
 _SHARING = {"tests/engine": "cluster", "tests/dcp": "ranks", "tests/loops": "ranks"}
 
 
@@ -89,7 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({given}) and not slow" if given else "not slow"
         if config.getoption("--hypothesis-profile") is None:
             settings.load_profile("quick")
-    cirules.slowness()  # here, before workers make the machine busy
+    workers = config.getoption("numprocesses") or 1
+    slowness = cirules.slowness(workers)  # before they make the machine busy
+    limits.CONNECT_TIMEOUT_S *= slowness  # type: ignore[misc]  # many backends here try only once
     if config.getoption("--second-run") and not hasattr(config, "workerinput"):
         short = ["--short"] if config.getoption("--short") else []
         config.pluginmanager.register(SecondRun(["-m", config.option.markexpr, *short]))

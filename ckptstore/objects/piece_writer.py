@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -459,7 +459,8 @@ class _PieceWrite:
         placed = self.sink.append(turn, encoded, chunk_id, size, done)
         spent.encoding_s += ready - hashed
         spent.writing_s += self.clock() - ready
-        return Location(**asdict(placed), inner=0, slab_bytes=size)
+        pack, offset, stored = placed.pack, placed.offset, placed.stored_bytes
+        return Location(pack=pack, offset=offset, stored_bytes=stored, inner=0, slab_bytes=size)
 
     def _share(self, slot: int, piece_id: bytes, length: int) -> bool:
         """Let a row point to where its bytes lie already; return whether they do anywhere."""

@@ -59,14 +59,22 @@ def give_time(items: Iterable[pytest.Item], default_s: float, slowness: float = 
         item.add_marker(pytest.mark.timeout(limit_s * slowness), append=False)
 
 
-def slowness() -> float:
+def slowness(workers: int = 1) -> float:
     """Return how many times slower this machine is than an idle one with 3 GHz, at least 1.
 
-    The first process of a run measures it, and tells the others by the environment.
+    The first process of a run measures it, before the others come, and tells them by the
+    environment.
+
+    Parameters
+    ----------
+    workers
+        Processes that will test at once: each takes time from the others.
     """
     known = os.environ.get(_SLOWNESS)
     if known is None:
         began = time.monotonic()
         sum(number * number for number in range(_WORK))
-        known = os.environ[_SLOWNESS] = f"{max(1.0, (time.monotonic() - began) / _WORK_S):.2f}"
+        alone = max(1.0, (time.monotonic() - began) / _WORK_S)
+        beside = (workers - 1) / (os.cpu_count() or 1)
+        known = os.environ[_SLOWNESS] = f"{alone + beside:.2f}"
     return float(known)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from shortening import is_short
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -230,13 +229,14 @@ def test_what_was_forgotten_is_named(run: ckptstore.Run, without: str) -> None:
     assert report.names[0] in str(report)
 
 
-def test_clean_resumes_raise_no_alarm(run: ckptstore.Run) -> None:
+@pytest.mark.short(sample=8)
+@pytest.mark.parametrize("seed", range(50))
+def test_a_clean_resume_raises_no_alarm(run: ckptstore.Run, seed: int) -> None:
     """Whatever the seed, a complete resume is exact, and the log says so."""
-    for seed in range(8 if is_short() else 50):
-        _trained(run, seed)
-        report = _resumed(run)
-        assert (report.verdict, report.names, report.steps) == ("exact", (), 3)
-        assert run.resolve().metadata["resumed"] == {"verdict": "exact", "steps": 3, "names": []}
+    _trained(run, seed)
+    report = _resumed(run)
+    assert (report.verdict, report.names, report.steps) == ("exact", (), 3)
+    assert run.resolve().metadata["resumed"] == {"verdict": "exact", "steps": 3, "names": []}
 
 
 def test_the_position_of_a_generator_is_compared(run: ckptstore.Run) -> None:
