@@ -252,7 +252,8 @@ def rotate(
     LimitError
         Too many keys are kept.
     AmbiguousWriteError
-        The new record may or may not be written; the store opens with one of the keys.
+        The new record may or may not be written, and the store opens with one of the keys; or it is
+        written, as the message says, and was not read back, or old ones could not be deleted.
     """
     records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
     for _ in range(limits.KEY_TRIES_MAX):
@@ -271,15 +272,16 @@ def rotate(
         wanted = records.put(follower, data_key, new)
         if wanted is None:
             continue  # another rotation was faster: build on its record
-        check_written(backend, wanted, new)  # before anything is deleted
         now = tuple(slot.key for slot in wanted.slots)
-        past = [one for one in record_numbers(backend) if one < wanted.number]
-        return Rotation(
-            record=wanted.number,
-            keys=now,
-            dropped=tuple(slot.key for slot in record.slots if slot.key not in now),
-            deleted=records.delete(wanted, past),
-        )
+        try:
+            check_written(backend, wanted, new)  # before anything is deleted
+            past = [one for one in record_numbers(backend) if one < wanted.number]
+            deleted = records.delete(wanted, past)
+        except (errors.StorageError, errors.IntegrityError) as error:
+            msg = f"{backend.url} has the record of the new key, and then: {error.message}"
+            raise errors.AmbiguousWriteError(msg, hint=f"keep both keys; {MEND_HINT}") from error
+        dropped = tuple(slot.key for slot in record.slots if slot.key not in now)
+        return Rotation(record=wanted.number, keys=now, dropped=dropped, deleted=deleted)
     msg = f"other processes keep rotating the keys of {backend.url}"
     raise errors.AmbiguousWriteError(msg, hint="try again")
 

@@ -168,6 +168,8 @@ class Move:
     relies_on: Collection[str] = ()
     """Keys of the new manifest and of all packs that it names."""
     dropped: Mapping[str, int] = field(default_factory=dict)
+    damaged: bool = False
+    """Parts of it stay lost."""
 
 
 def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
@@ -182,7 +184,7 @@ def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
     return [Verified(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 
-def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
+def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Quarantine]:
     """Return the operations that record that parts of versions are lost.
 
     Parameters
@@ -240,6 +242,8 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
                 dropped=move.dropped,
             )
         )
+        if move.damaged:  # in this commit: no save may share with it in between
+            ops.append(Quarantine(versions=[move.version]))
     return ops
 
 

@@ -22,6 +22,7 @@ from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.job_file import Archive, Job, Place
+from ckptstore.maintenance.check.verify import missing
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.core.storage_times import StorageTimes
@@ -33,7 +34,6 @@ from ckptstore.maintenance.retention.retain import RetainReport, retain
 from ckptstore.model import NamedVersion, Version, naming
 from ckptstore.store import Store, open_store
 from ckptstore.store.opening import open_target_of
-from ckptstore.store.replicating import missing
 
 _log = logging.getLogger("ckptstore")
 

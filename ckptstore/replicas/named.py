@@ -322,8 +322,12 @@ class Replicas:
             if now.level != "record":
                 _log.info("%s was brought back from %s", version.label, found.tier)
                 return now
-            message = report.failures[0].message if report.failures else "it let it go meanwhile"
-            hint = f"mend this store first: ckptstore repair --from {PREFIX}{found.tier.info.name}"
+            message, hint = "it let it go meanwhile", "try again"
+            if version.id in report.copied:
+                message = "it came, and was evicted here again meanwhile"
+            elif report.failures:
+                message = report.failures[0].message
+                hint = f"mend this store: ckptstore repair --from {PREFIX}{found.tier.info.name}"
             asked.note(found.tier, errors.CorruptObjectError(message, hint=hint))
         raise asked.failure(asked.why)
 

@@ -308,6 +308,7 @@ def evict(
         This store cannot be written to, or with `pin` the replica; or a storage failed. What
         was evicted stays so.
     """
+    from ckptstore.maintenance.check.verify import missing
     from ckptstore.maintenance.core.select_versions import select_versions
     from ckptstore.maintenance.replicas.evict import evict
 
@@ -426,17 +427,6 @@ def wait_replicated(
     """
     found = named_version(self._session.repo, version) if isinstance(version, str) else version
     return self._session.write_backs.wait(found, timeout_s, replica)
-
-
-def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
-    """Return ids of versions that a replica has deleted, or whose objects are not all there."""
-    from ckptstore.maintenance.check.verify import verify
-
-    now = there.refresh()
-    gone = {one.id for one in versions if now.version(one.id).deleted}
-    left = [now.version(one.id) for one in versions if one.id not in gone]
-    found = verify(there, versions=left, level="records")
-    return gone.union(problem.version for problem in found.problems)
 
 
 def _target(

@@ -38,7 +38,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def run_reader(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the reader as a program in a process that has no ckptstore."""
     command = [sys.executable, "-c", ALONE, str(READER), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def restore(reader: ModuleType, store: Path, name: str) -> dict[str, Any]:

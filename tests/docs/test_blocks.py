@@ -128,7 +128,6 @@ def _execute(command: str, patch: pytest.MonkeyPatch, where: str) -> None:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             env={**os.environ, "PATH": path},
-            timeout=300,
             check=False,
         )
         code = done.returncode

@@ -21,7 +21,7 @@ SMALL = ["--steps", "10", "--width", "32", "--batch", "2"]
 def _run(store: str, folder: Path, **environment: str) -> str:
     done = subprocess.run(
         [*DEMO, store, *SMALL], cwd=folder, env={**os.environ, **environment}, capture_output=True,
-        text=True, timeout=300, check=False,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -21,7 +21,7 @@ def test_the_loop_that_saves_in_the_background(tmp_path: Path) -> None:
     script.write_text(page.blocks[0].text, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=500, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

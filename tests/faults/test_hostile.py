@@ -40,7 +40,6 @@ def met(
         input=json.dumps(lies).encode(),
         capture_output=True,
         check=False,
-        timeout=550,
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)

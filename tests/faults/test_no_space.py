@@ -227,6 +227,5 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
         [*command, sys.executable, "-c", "import json; " + script, paths, str(tmp_path)],
         capture_output=True,
         check=False,
-        timeout=300,
     )
     assert done.stdout == b"all held\n", done.stderr.decode()[-3000:]

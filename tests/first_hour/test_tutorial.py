@@ -72,7 +72,7 @@ def test_the_tutorial_works_as_printed(tmp_path: Path) -> None:
         # A shell for each command: it hands its variables to the next.
         done = subprocess.run(
             ["bash", "-euc", f"{command}\nenv -0 > {tmp_path}/environment"],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+            cwd=folder, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         told = (tmp_path / "environment").read_text("utf-8").rstrip("\0").split("\0")
@@ -89,7 +89,7 @@ def test_the_tutorial_works_as_printed(tmp_path: Path) -> None:
     assert printed["python train.py gpt 30"] in printed["python train.py gpt 40"]
     used = subprocess.run(
         [folder / "env/bin/python", "-c", "import ckptstore; print(ckptstore.__file__)"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=True,
+        cwd=folder, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert Path(used.stdout.strip()).is_relative_to(folder / "env" / "lib")
     assert (folder / "exported" / "model.safetensors").is_file()

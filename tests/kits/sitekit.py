@@ -41,7 +41,7 @@ def build(folder: Path, *, root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [python, "-m", "mkdocs", "build", "--strict", "--site-dir", folder], cwd=root,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": ""}, capture_output=True,
-        text=True, timeout=300, check=False,
+        text=True, check=False,
     )  # fmt: skip
 
 

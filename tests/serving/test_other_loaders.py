@@ -44,7 +44,7 @@ def _read(python: str, program: str, tmp_path: Path, *words: str, **more: str) -
     around = {**os.environ, "HF_HOME": str(tmp_path / "hf"), **more}
     command = [python, "-c", program, str(out), *words]
     done = subprocess.run(
-        command, env=around, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, env=around, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return torch.load(out)

@@ -256,6 +256,6 @@ def test_local_paths_import_no_storage_library(tmp_path: Path) -> None:
         "print(sorted(heavy & set(sys.modules)))"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == "[]"

@@ -319,7 +319,7 @@ def test_an_interrupted_program_ends_and_leaves_nothing_behind(tmp_path: Path) -
             while not any(path.name.startswith(".tmp-") for path in folder.rglob("*")):
                 time.sleep(0.001)  # until a pack is being written
             program.send_signal(signal.SIGINT)
-            _, told = program.communicate(timeout=300)
+            _, told = program.communicate()
         finally:
             program.kill()
 

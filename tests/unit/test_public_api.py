@@ -89,9 +89,7 @@ HEAVY = ("torch", "numpy", "fsspec", "s3fs", "gcsfs", "azure", "botocore", "aioh
 def _loaded_after(code: str) -> set[str]:
     """Return which heavy packages a fresh interpreter has loaded after `code`."""
     probe = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     modules = set(json.loads(done.stdout.splitlines()[-1]))
     return {name for name in HEAVY if name in modules}
 

@@ -375,7 +375,7 @@ def test_result_with_a_limit(busy: Busy) -> None:
     with pytest.raises(errors.SaveBusyError, match=r"still under way after 0\.01 s"):
         first.result(timeout=0.01)
     backend.go()
-    assert first.result(timeout=300).step == 1
+    assert first.result().step == 1
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -595,7 +595,7 @@ def test_threads_that_come_at_once_save_by_one_saver(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is first, all wait for, order and close the same: none is made and forgotten."""
-    meeting = threading.Barrier(3, timeout=300)
+    meeting = threading.Barrier(3)
     genuine = Saver.__init__
 
     def together(self: Saver, *words: Any) -> None:  # noqa: ANN401 - as Saver takes them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from damaging import flip_pack
 
 import ckptstore
 from ckptstore import errors
+from ckptstore.backends.base import Backend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.integrations.safetensors_stream import export_safetensors
 
 
@@ -196,3 +200,124 @@ def test_a_misspelled_metric_of_a_policy_is_told(tmp_path: Path) -> None:
     with _saved(tmp_path / "s", 1) as store:
         (plan,) = store.retain({"full": "best 1 los"}, dry_run=True).plans
         assert "did you mean loss?" in plan.refused
+
+
+def _sharing(step: int) -> dict[str, torch.Tensor]:
+    """Return a state of which all steps share a part."""
+    torch.manual_seed(0)
+    return {"shared": torch.randn(20_000), "own": torch.full((20_000,), float(step))}
+
+
+def test_lost_parts_stay_known_while_a_repair_brings_others_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit that moves a version says that it is still damaged: no save shares with it."""
+    with (
+        ckptstore.open(tmp_path / "s", create=True) as store,
+        ckptstore.open(tmp_path / "other", create=True) as source,
+        ckptstore.open(tmp_path / "s") as other,
+    ):
+        source.run("r").save({"shared": _sharing(1)["shared"]}, step=1)
+        store.run("r").save({"shared": _sharing(1)["shared"]}, step=1)
+        store.run("r").save(_sharing(2), step=2)
+        for pack in (tmp_path / "s/packs").glob("*/*.pack"):
+            pack.unlink()
+        store.repair()
+        flags: list[list[bool]] = []
+        append = store.repo.log.append_any
+
+        def watched(build: Any) -> Any:  # noqa: ANN401 - of the log
+            commit = append(build)
+            flags.append([version.damaged for version in other.versions()])
+            return commit
+
+        monkeypatch.setattr(store.repo.log, "append_any", watched)
+        report = store.repair(source)
+        assert [(one.step, one.tensors) for one in report.lost] == [(2, ("own",))]
+        assert report.quarantined == (store.resolve("r@2").id,)
+        assert all(second for _, second in flags)
+        assert flags[-1] == [False, True]
+
+
+def test_a_repair_leaves_what_another_has_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it found lost lies elsewhere by now, and is no damage."""
+    with _saved(tmp_path / "s", 2) as store, ckptstore.open(tmp_path / "s") as other:
+        store.replicate(tmp_path / "copy")
+        for pack in (tmp_path / "s/packs").glob("*/*.pack"):
+            pack.unlink()
+        append = store.repo.log.append_any
+
+        def late(build: Any) -> Any:  # noqa: ANN401 - of the log
+            monkeypatch.undo()
+            assert other.repair(tmp_path / "copy").ok
+            return append(build)
+
+        monkeypatch.setattr(store.repo.log, "append_any", late)
+        assert store.repair().quarantined == ()
+        assert [version.damaged for version in store.versions()] == [False, False]
+        assert store.verify().ok
+
+
+def test_a_pin_stays_if_what_came_back_shares_with_what_is_lost() -> None:
+    """A version that came back without all that it needs is damaged, and not the only copy."""
+    here, there = gckit.new_place(), gckit.new_place()
+    with here.open() as hot, there.open() as cold:
+        for step in (1, 2):
+            hot.run("r").save(_sharing(step), step=step)
+        hot.repo.log.append_any(
+            lambda now: name_replica(now, name="cold", url=cold.url, store=cold.info.store_id)
+        )
+        hot.replicate("replica:cold")
+        hot.evict(["r@1"], replica="cold")
+        hot.gc(grace_s=0.0, orphan_age_s=0.0)
+        for key in gckit.needs(hot, hot.resolve("r@2")) - {hot.resolve("r@2").manifest_key}:
+            here.backend.delete(key)
+        assert gckit.equal(hot.load("r@1", refill=True), _sharing(1))
+        assert hot.resolve("r@1").damaged
+        cold.repo.refresh()
+        assert cold.resolve("r@1").pinned_for
+        assert hot.repair("replica:cold").ok
+        assert gckit.equal(hot.load("r@1"), _sharing(1))
+
+
+class _Beside(WrapperBackend):
+    """Storage where something else happens before one call."""
+
+    def __init__(self, inner: Backend, at: int, then: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.seen = 0
+        self._at, self._then = at, then
+
+    def around(self, call: str, key: str, action: Callable[[], Any], size_bytes: int = 0) -> Any:  # noqa: ANN401 - of a call
+        """Count the call."""
+        self.seen += 1
+        if self.seen == self._at:
+            self._then()
+        return action()
+
+
+def test_a_collection_in_the_target_at_every_call() -> None:
+    """What it takes is copied again, and nobody is told of damage."""
+    source = gckit.new_place().open()
+    for step in (1, 2, 3):
+        source.run("r").save(_sharing(step), step=step)
+    at = seen = 1
+    while at <= seen:
+        place = gckit.new_place()
+        with place.open() as target:
+            source.replicate(target, ["r@1", "r@2"])
+            target.remove(["r@1"], force=True)
+
+        def collect(place: gckit.Place = place) -> None:
+            with place.open() as other:
+                other.gc(grace_s=0.0, orphan_age_s=0.0, repack_below=1.0)
+
+        storage = _Beside(place.backend, at, collect)
+        with place.open(storage) as target:
+            assert not source.replicate(target).failures
+        seen, at = storage.seen, at + 1
+        with place.open() as target:
+            assert gckit.equal(target.load("r@3"), _sharing(3))
+    assert at > 20

@@ -411,3 +411,12 @@ def _together(repo: Repo, unknown: Collection[str]) -> int:
     times = {info.key: info.modified_at for info in repo.backend.list(keys.MANIFESTS_PREFIX)}
     gaps = Counter(bisect_right(commits, times[key]) for key in unknown if key in times)
     return max(gaps.values(), default=0)
+
+
+def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
+    """Return ids of versions that a store has deleted, or whose objects are not all there."""
+    now = there.refresh()
+    gone = {one.id for one in versions if now.version(one.id).deleted}
+    left = [now.version(one.id) for one in versions if one.id not in gone]
+    found = verify(there, versions=left, level="records")
+    return gone.union(problem.version for problem in found.problems)

@@ -20,7 +20,9 @@ import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.transfers import operation
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, quarantine, verified
+from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.chunking import batches
@@ -215,6 +217,10 @@ class _Repair:
     mended: list[Mended] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     relocated: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    """Ids of those of them whose parts stay lost."""
+    read: dict[str, str] = field(default_factory=dict)
+    """Id of each version that lost tensors to the digest of the manifest that was read."""
     _cold: list[tuple[Repo, Version, set[bytes]]] = field(default_factory=list)
 
     # --- the damage -----------------------------------------------------------------------------
@@ -400,6 +406,7 @@ class _Repair:
         moves = [move for item in items if (move := self._move(item)) is not None]
         done = relocate(self.repo, lambda now: [move for move in moves if still(now, move)])
         self.relocated += [move.version for move in done]
+        self.damaged += [move.version for move in done if move.damaged]
 
     def _move(self, item: _Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
@@ -410,11 +417,22 @@ class _Repair:
             return None
         manifest = replace(old, pieces=replaced(old.pieces, old.first[-1], places))
         # A name of its own: that of the lost manifest may be taken by a damaged object.
-        return write_move(self.repo, item.version, manifest)
+        move = write_move(self.repo, item.version, manifest)
+        return replace(move, damaged=bool(self._judged(item.content)[1]))
 
     def _account(self, item: _Item) -> None:
         """Note which tensors of a version are whole again, and which are lost."""
-        content, table = item.content, item.content.manifest.pieces
+        whole, lost = self._judged(item.content)
+        version = item.version
+        if whole or item.rebuilt:
+            found = Mended(**naming(version), manifest=item.rebuilt, tensors=tuple(whole))
+            self.mended.append(found)
+        if lost:
+            self._note_lost(version, tuple(lost), next(iter(lost.values())))
+
+    def _judged(self, content: Content) -> tuple[list[str], dict[str, str]]:
+        """Return the tensors that are whole again, and those that are lost with the reason."""
+        table = content.manifest.pieces
         whole: list[str] = []
         lost: dict[str, str] = {}
         for index, label in enumerate(content.labels):
@@ -429,34 +447,29 @@ class _Repair:
                 lost[label] = gone[0]
             elif wrong:
                 whole.append(label)
-        version = item.version
-        if whole or item.rebuilt:
-            found = Mended(**naming(version), manifest=item.rebuilt, tensors=tuple(whole))
-            self.mended.append(found)
-        if lost:
-            self._note_lost(version, tuple(lost), next(iter(lost.values())))
+        return whole, lost
 
     def _note_lost(self, version: Version, tensors: tuple[str, ...], why: str) -> None:
         """Note that tensors of a version are lost; all of them, if none is named."""
         self.lost.append(Lost(**naming(version), tensors=tensors, why=why))
+        self.read[version.id] = version.manifest_digest
 
     def quarantine(self) -> tuple[str, ...]:
         """Record the versions that lost tensors; return those that were not recorded yet."""
-        catalog = self.repo.refresh()
-        digests = {}
-        for lost in self.lost:
-            version = catalog.version(lost.version)
-            if not version.deleted and not version.damaged:
-                digests[version.id] = version.manifest_digest
-        # Damage that a person mended, by putting the right object back, is no damage any more.
-        sound = {
-            version.id: digest
-            for version in catalog.versions()
-            if version.damaged and (digest := self.survey.sound.get(version.id))
-        }
-        if digests or sound:
-            self.repo.log.append_any(lambda now: [*quarantine(now, digests), *verified(now, sound)])
-        return tuple(digests)
+        fresh: list[str] = []
+
+        def build(now: Catalog) -> list[Op]:
+            """Record what was read: a version that another repair has moved since is its own."""
+            lost = quarantine(now, self.read)
+            fresh[:] = chain.from_iterable(op.versions for op in lost)
+            # Damage that a person mended, by putting the right object back, is no damage any more.
+            damaged = (version.id for version in now.versions() if version.damaged)
+            sound = {found: self.survey.sound.get(found, "") for found in damaged}
+            return [*lost, *verified(now, sound)]
+
+        self.repo.log.append_any(build)
+        recorded = {*fresh, *self.damaged}
+        return tuple(lost.version for lost in self.lost if lost.version in recorded)
 
 
 def _manifests(repo: Repo, first: Sequence[Version] = ()) -> Iterator[tuple[Version, Manifest]]:

@@ -23,6 +23,7 @@ from typing import Literal
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.content_ops import quarantine
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.engine.engine import EngineSpec
@@ -406,6 +407,8 @@ class _Replication:
         ids = [one for one in (*self.copied, *self.present) if self._is_sound(one)]
         pins = Pins(here=self.sides.target, there=source)
         back = [one for one in self.copied if one in ids and pins.has(one)]
+        lost = self._lost(back) if back else {}  # the other store may have the only copy
+        ids, back = ([one for one in of if one not in lost] for of in (ids, back))
         if back or replica_ops.replicated(source.catalog, ids, store):
             try:
                 source.check_writable()
@@ -416,6 +419,19 @@ class _Replication:
                 _log.warning("%s does not say who has its versions: %s", source.url, error)
                 self.note_failure = str(error)
         self.noted = not self.note_failure
+
+    def _lost(self, version_ids: Sequence[str]) -> dict[str, str]:
+        """Record that versions are damaged which share chunks that the target has lost."""
+        from ckptstore.maintenance.check.verify import missing
+
+        target = self.sides.target
+        gone = missing(target, [target.catalog.version(one) for one in version_ids])
+        lost = {one: target.catalog.version(one).manifest_digest for one in gone}
+        if lost:
+            what = "%d versions came without all that they need: %s has lost it, see verify"
+            _log.warning(what, len(lost), target.url)
+            target.log.append_any(lambda now: quarantine(now, lost))
+        return lost
 
     def _is_sound(self, version_id: str) -> bool:
         there = self.sides.target.catalog.version(version_id)

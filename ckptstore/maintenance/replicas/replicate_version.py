@@ -127,6 +127,7 @@ def bring(
             ):
                 return error, None
             version = now
+            sides.target.refresh()  # what was collected is shared no more
             sides.forget_orphans()
             return attempt(without)
         try:

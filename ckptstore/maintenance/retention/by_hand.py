@@ -183,7 +183,12 @@ def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
     catalog = repo.refresh()
     needs = {one: _needs(repo, catalog, catalog.version(one)) for one in versions}
     repo.log.append(lambda now: lifecycle_ops.undelete(now, versions, needs))
-    return [repo.catalog.version(one) for one in dict.fromkeys(versions)]
+    back = [repo.catalog.version(one) for one in dict.fromkeys(versions)]
+    for version in back:
+        if version.level == "record" and version.replicas:  # an eviction unpins what was deleted
+            what = "only the record of %s is here; ckptstore evict --replica NAME REF pins it again"
+            _log.warning(what, version.label)
+    return back
 
 
 def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:

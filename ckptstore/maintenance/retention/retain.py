@@ -460,6 +460,9 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
     if catalog.head_id(version.run) == version.id and not force:
         msg = f"{version.label} is the head of its run: training goes on from it"
         raise PolicyError(msg, hint="force it, if the run is over")
+    if level != "record" and now.level == "record":
+        msg = f"only the record of {now.label} is kept here"
+        raise PolicyError(msg, hint="load it with refill=True first")
     if level != "record" and not any(r == "weights" and p.logical for r, p in now.roles.items()):
         msg = f"{version.label} has no tensors of role weights: nothing would be left"
         raise PolicyError(msg, hint="save with roles={PATTERN: 'weights'}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
+from cirules import slowness
 from programs import forkserver
 
 __all__ = ["Group", "Rank", "run_ranks"]
@@ -48,7 +49,7 @@ def _main(
     try:
         dist.init_process_group(
             "gloo", init_method=meeting, rank=rank, world_size=world,
-            timeout=dt.timedelta(seconds=120),
+            timeout=dt.timedelta(seconds=120 * slowness()),
         )  # fmt: skip
         me = Rank(rank=rank, world=world, tell=lambda value: out.send(("told", value)))
         result = job(me, *args)
@@ -121,7 +122,8 @@ class Group:
     def finish(self, timeout_s: float = 300) -> list[tuple[str, Any]]:
         """Wait until every rank has ended; return how each ended."""
         while None in self.ended:
-            assert self.step(timeout_s), f"nothing heard for {timeout_s} s: {self.ended}"
+            told = self.step(timeout_s * slowness())
+            assert told, f"nothing heard for {timeout_s} s of a fast machine: {self.ended}"
         return [end for end in self.ended if end is not None]
 
 
