@@ -222,6 +222,7 @@ class AzureBackend(BucketBackend[Foreign]):
             found: list[tuple[str, Foreign]] = []
 
             def take(response: Foreign) -> None:
+                """Find the names in a page of the listing."""
                 if response.http_response.status_code < 300:
                     answer = ET.fromstring(response.http_response.body())  # noqa: S314
                     blobs = (blob for blob in answer.iter("Blob") if not _is_folder(blob))
@@ -321,12 +322,14 @@ class _Upload:
     storage_class: str
 
     def whole(self, body: base.Buffers) -> None:
+        """Send the blob."""
         self.backend._upload(self.key, b"".join(body), storage_class=self.storage_class)
 
     def begin(self) -> None:
         """Do nothing: the first block begins the blob."""
 
     def part(self, number: int, body: base.Buffers) -> str:
+        """Send a block; return its id."""
         block = f"{number:06d}"  # ids of one blob have one length
         what = f"put block {number} of {self.key}"
         name = self.backend._location.object_name(self.key)
@@ -342,6 +345,7 @@ class _Upload:
         return block
 
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
+        """Make the blob of its blocks."""
         blocks = [BlobBlock(block) for block in receipts]
         tier = _tier_option(self.storage_class)
         what = f"put {self.key}"

@@ -151,12 +151,14 @@ def send(
 
 
 def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
-    """Write a request, its body in steps whose progress is told; small ones wait for the next."""
+    """Write a request, its body in steps whose progress is told; short ones leave with the next."""
     more = _MORE if type(sock) is socket.socket else 0
-    sock.sendall(head, more if body else 0)
-    for left, view in zip(range(len(body) - 1, -1, -1), body, strict=True):
+    left = sum(map(len, body))
+    sock.sendall(head, more if left else 0)
+    for view in body:
         for at in range(0, len(view), limits.STREAM_BYTES):
             step = view[at : at + limits.STREAM_BYTES]
+            left -= len(step)
             sock.sendall(step, more if left else 0)
             moved(len(step))
 

@@ -278,6 +278,9 @@ def test_a_pin_stays_if_what_came_back_shares_with_what_is_lost() -> None:
         assert hot.resolve("r@1").damaged
         cold.repo.refresh()
         assert cold.resolve("r@1").pinned_for
+        hot.evict(["r@1"], replica="cold")
+        report = cold.replicate(hot, ["r@1"], again=True)
+        assert (report.copied, [one.kind for one in report.failures]) == ((), ["corrupt_object"])
         assert hot.repair("replica:cold").ok
         assert gckit.equal(hot.load("r@1"), _sharing(1))
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptstore import errors
+from ckptstore import errors, limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog.catalog import Catalog
@@ -445,14 +445,12 @@ def balance(plans: Sequence[SavePlan]) -> list[SavePlan]:
     free: list[tuple[int, WriteItem, list[int]]] = []
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            ranks = holders.get(_mark(item), [rank])
-            if item.type is WriteItemType.BYTE_IO:
+            ranks, size = holders.get(_mark(item), [rank]), _bytes(item)
+            if len(ranks) > 1 and size >= limits.SMALL_TENSOR_BYTES:
+                free.append((size, item, ranks))
+            else:  # small ones, such as buffers, may differ: together they are those of one rank
+                loads[ranks[0]] += size
                 chosen[ranks[0]].append(item)
-            elif len(ranks) > 1:
-                free.append((_bytes(item), item, ranks))
-            else:
-                loads[rank] += _bytes(item)
-                chosen[rank].append(item)
     for size, item, ranks in sorted(free, key=lambda entry: -entry[0]):
         best = min(ranks, key=lambda rank: (loads[rank], len(chosen[rank]), rank))
         loads[best] += max(size, 1)

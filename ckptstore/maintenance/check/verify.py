@@ -413,10 +413,10 @@ def _together(repo: Repo, unknown: Collection[str]) -> int:
     return max(gaps.values(), default=0)
 
 
-def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
+def missing(repo: Repo, versions: Sequence[Version]) -> set[str]:
     """Return ids of versions that a store has deleted, or whose objects are not all there."""
-    now = there.refresh()
+    now = repo.refresh()
     gone = {one.id for one in versions if now.version(one.id).deleted}
     left = [now.version(one.id) for one in versions if one.id not in gone]
-    found = verify(there, versions=left, level="records")
+    found = verify(repo, versions=left, level="records")
     return gone.union(problem.version for problem in found.problems)

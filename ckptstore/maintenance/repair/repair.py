@@ -463,8 +463,8 @@ class _Repair:
             lost = quarantine(now, self.read)
             fresh[:] = chain.from_iterable(op.versions for op in lost)
             # Damage that a person mended, by putting the right object back, is no damage any more.
-            damaged = (version.id for version in now.versions() if version.damaged)
-            sound = {found: self.survey.sound.get(found, "") for found in damaged}
+            marked = {version.id for version in now.versions() if version.damaged}
+            sound = {one: x for one, x in self.survey.sound.items() if one in marked}
             return [*lost, *verified(now, sound)]
 
         self.repo.log.append_any(build)

@@ -27,7 +27,13 @@ from ckptstore.catalog.content_ops import quarantine
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.engine.engine import EngineSpec
-from ckptstore.errors import CkptStoreError, ColdObjectError, ConflictError, IntegrityError
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    ConflictError,
+    CorruptObjectError,
+    IntegrityError,
+)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.maintenance.replicas import copy_manifest, replicate_version
@@ -407,11 +413,11 @@ class _Replication:
         ids = [one for one in (*self.copied, *self.present) if self._is_sound(one)]
         pins = Pins(here=self.sides.target, there=source)
         back = [one for one in self.copied if one in ids and pins.has(one)]
-        lost = self._lost(back) if back else {}  # the other store may have the only copy
-        ids, back = ([one for one in of if one not in lost] for of in (ids, back))
         if back or replica_ops.replicated(source.catalog, ids, store):
             try:
                 source.check_writable()
+                lost = self._find_lost(back) if back else {}  # the source may have the only copy
+                ids, back = ([one for one in of if one not in lost] for of in (ids, back))
                 while source.log.append_any(lambda now: replica_ops.replicated(now, ids, store)):
                     pass
                 pins.take_away(back)  # the target has let them go, and has them again
@@ -420,17 +426,22 @@ class _Replication:
                 self.note_failure = str(error)
         self.noted = not self.note_failure
 
-    def _lost(self, version_ids: Sequence[str]) -> dict[str, str]:
-        """Record that versions are damaged which share chunks that the target has lost."""
+    def _find_lost(self, version_ids: Sequence[str]) -> dict[str, str]:
+        """Record that copies share chunks which the target has lost; return their manifests."""
         from ckptstore.maintenance.check.verify import missing
 
         target = self.sides.target
         gone = missing(target, [target.catalog.version(one) for one in version_ids])
         lost = {one: target.catalog.version(one).manifest_digest for one in gone}
         if lost:
-            what = "%d versions came without all that they need: %s has lost it, see verify"
-            _log.warning(what, len(lost), target.url)
             target.log.append_any(lambda now: quarantine(now, lost))
+            self.copied = [one for one in self.copied if one not in lost]
+        for one in lost:
+            msg = f"it shares chunks that {target.url} has lost"
+            self._failed(
+                target.catalog.version(one),
+                CorruptObjectError(msg, hint="mend it there: ckptstore repair"),
+            )
         return lost
 
     def _is_sound(self, version_id: str) -> bool:
