@@ -136,17 +136,10 @@ def write_version(
         pointer = repo.manifests.put(manifest, name=name)
         told.update(receipt_entries(repo.backend.transfers))
         commit_version(
-            repo,
-            request,
-            manifest,
-            pointer,
-            written,
-            receipt=told,
-            began=began,
-            blocked_since=blocked_since,
-            visible_count=draft.visible_count,
+            repo, request, manifest, pointer, written, receipt=told, began=began,
+            blocked_since=blocked_since, visible_count=draft.visible_count,
             before_commit=before_commit,
-        )
+        )  # fmt: skip
         return manifest, pointer
 
     manifest, pointer = commit_retrying(attempt)

@@ -91,17 +91,10 @@ def verify(
         ids = [f"#{version.id}" for versions in named for version in versions]
         with output.progress() as progress:
             report = opening.verify(
-                ids or None,
-                level=level,
-                sample=share,
-                part=part,
-                record=record,
-                resume=resume,
-                unverified=unverified,
-                executor=engine.engine,
-                workers=engine.workers,
+                ids or None, level=level, sample=share, part=part, record=record, resume=resume,
+                unverified=unverified, executor=engine.engine, workers=engine.workers,
                 progress=progress,
-            )
+            )  # fmt: skip
         document = _document(report, opening.url)
         healed = [] if report.ok else _heal(opening, urls, given, output)
         if urls:

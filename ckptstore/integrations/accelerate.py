@@ -16,6 +16,7 @@ epoch of the prepared data loaders: without those a resumed training draws other
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +43,8 @@ __all__ = ["has_version", "load_state", "save_state", "save_state_async", "watch
 
 _ELSEWHERE: Final = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _SHARDED: Final = ("models", "optimizers")
+_SEEDABLE: Final = "use DataLoaderConfiguration(use_seedable_sampler=True)"
+_log = logging.getLogger("ckptstore")
 
 
 def has_version(run: Run) -> bool:
@@ -131,9 +134,9 @@ def load_state(
     RunNotFoundError, VersionNotFoundError
         The ref names nothing.
     StateError
-        The version has another number of models, optimizers or objects; or another number of ranks
-        saved the position of a stateful data loader within an epoch. Nothing was changed. Or the
-        weights of a model are others; models before it were set.
+        The version has another number of models, optimizers or objects; or a stateful data loader
+        is within an epoch, and was saved by another number of ranks, or shuffles without a seed.
+        Nothing was changed. Or the weights of a model are others; models before it were set.
     CorruptTensorError, StorageError
         It could not be read. Nothing was changed.
     """
@@ -145,7 +148,8 @@ def load_state(
     state = on_all(lambda: run.load(f"#{version.id}", exclude=sharded.excluded(parts), **options))
     whole = {**state, **{key: [] for key in _SHARDED}} if parts else state
     _check_numbers(objects, whole, version)
-    positions = [None if restart_epoch else _position(one) for one in whole["loaders"]]
+    loaders = zip(accelerator._dataloaders, whole["loaders"], strict=True)
+    positions = [None if restart_epoch else _position(*one) for one in loaders]
     if parts:
         sharded.fill(run, f"#{version.id}", parts, state)
     for name, each in objects.items():
@@ -345,16 +349,37 @@ def _loader_state(loader: Any) -> dict[str, Any]:
         state["seed"] = sampler.initial_seed
     if getattr(loader, "use_stateful_dataloader", False):
         state["stateful"] = per_rank(loader.state_dict())
+        if loader.end_of_dataloader and loader in loader.gradient_state.dataloader_references:
+            state["iteration"] += 1  # in the last step of an epoch, before the loader counts it
+        if _draws_anew(loader) and _is_within(loader.state_dict()):
+            _log.warning("saved within an epoch whose order nothing can repeat: %s", _SEEDABLE)
     return state
 
 
-def _position(state: Mapping[str, Any]) -> Any:
-    """Return the position of this rank in an epoch; None where the epoch begins."""
+def _draws_anew(loader: Any) -> bool:
+    """Return whether the order of an epoch's rows is random, and no part of a position."""
+    batches, sampler = getattr(loader, "batch_sampler", None), _sampler(loader)
+    random = "synchronized" in _generators(loader) or hasattr(sampler, "generator")
+    keeps = hasattr(sampler, "initial_seed") or type(batches).__module__.startswith("torchdata.")
+    return random and not keeps
+
+
+def _is_within(position: Mapping[str, Any]) -> bool:
+    """Return whether a position of a stateful loader, with or without workers, is in an epoch."""
+    steps = position.get("_num_yielded", position.get("_snapshot", {}).get("_snapshot_step"))
+    return steps != 0 and not position.get("_iterator_finished")
+
+
+def _position(loader: Any, state: Mapping[str, Any]) -> Any:
+    """Return the position of this rank; an empty one where an epoch begins, None where it ended."""
     saved = state.get("stateful", {})
-    within = any(
-        one.get("_num_yielded") != 0 and not one.get("_iterator_finished") for one in saved.values()
-    )
-    return this_rank(saved) if within or len(saved) == place()[1] else None
+    if not any(map(_is_within, saved.values())):
+        ended = not saved or any(one.get("_iterator_finished") for one in saved.values())
+        return None if ended else {}
+    if _draws_anew(loader):
+        hint = f"{_SEEDABLE}; restart_epoch=True begins this epoch again"
+        raise StateError("the position is in an epoch whose order was not saved", hint=hint)
+    return this_rank(saved)
 
 
 def _restore_loader(loader: Any, state: Mapping[str, Any], position: Any) -> None:
@@ -366,5 +391,8 @@ def _restore_loader(loader: Any, state: Mapping[str, Any], position: Any) -> Non
     sampler = _sampler(loader)
     if "seed" in state and hasattr(sampler, "initial_seed"):
         sampler.initial_seed = state["seed"]
-    if position is not None and getattr(loader, "use_stateful_dataloader", False):
-        loader.load_state_dict(position)
+    if getattr(loader, "use_stateful_dataloader", False):
+        loader.load_state_dict(position or {})  # also drops what ``prepare`` has drawn
+        if position is not None:  # a loader that has begun has drawn its seed before the save
+            loader.set_epoch(loader.iteration)
+            loader.base_dataloader.state_dict()

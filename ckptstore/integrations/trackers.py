@@ -213,7 +213,8 @@ def _facts(url: str, version: Version) -> dict[str, Any]:
 SCHEME: Final = "ckptstore+"
 """Beginning of links of versions."""
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_-]")
-_NOT_IN_METRICS: Final = re.compile(r"[^A-Za-z0-9_./ -]")
+_NOT_IN_METRICS: Final = re.compile(r"[^\w./ :-]")
+"""Of MLflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,17 @@ def _need(active: Any, kind: str, begin: str) -> Any:  # of the libraries
     return active
 
 
+def _names_for_mlflow(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under names that MLflow takes, no two under the same."""
+    told = {name: x for name, x in metrics.items() if not _NOT_IN_METRICS.search(name)}
+    for name in sorted(metrics.keys() - told.keys()):
+        clean = _NOT_IN_METRICS.sub("_", name)
+        while clean in told:
+            clean += "_"
+        told[clean] = metrics[name]
+    return told
+
+
 def _mlflow(given: Any) -> TrackerRun:  # an ActiveRun
     """Return a run of MLflow: versions are its external models, with metrics at their steps."""
     import mlflow
@@ -281,7 +293,7 @@ def _mlflow(given: Any) -> TrackerRun:  # an ActiveRun
             params={name: str(value) for name, value in facts.items()},
         )
         sizes = {f"ckptstore/{name}": facts[name] for name in ("logical_bytes", "stored_bytes")}
-        metrics = {_NOT_IN_METRICS.sub("_", name): x for name, x in version.metrics.items()}
+        metrics = _names_for_mlflow(version.metrics)
         words = {"run_id": info.run_id, "model_id": model.model_id, "synchronous": True}
         mlflow.log_metrics({**metrics, **sizes}, step=version.step, **words)
 

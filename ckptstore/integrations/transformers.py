@@ -17,6 +17,7 @@ is put in front of any class derived from ``Trainer``.
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -43,6 +44,7 @@ from ckptstore.store import Run, Store
 __all__ = ["StoreTrainerMixin", "export_pretrained"]
 
 _STATE_FILE: Final = "trainer_state.json"
+_log = logging.getLogger("ckptstore")
 _NOT_METRICS: Final = ("epoch", "step", "total_flos")
 _ENDINGS: Final = ("_runtime", "_per_second")
 
@@ -191,6 +193,8 @@ class StoreTrainerMixin:
             self._resumed = None
             msg = f"{self._run.name}: {ref!r} was not saved by a Trainer: it has no trainer_state"
             raise errors.StateError(msg, hint="to begin with its weights, load them into the model")
+        if "scheduler" not in self._resumed:
+            _log.warning("%s has only the model: the optimizer and scheduler begin anew", ref)
         try:
             with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
                 known = {one.name for one in fields(self.state)}
@@ -233,6 +237,12 @@ class StoreTrainerMixin:
         last, self._last = self._last, None
         if last is not None:
             self._witness.step(**last)
+
+    def _id_of(self, ref: str) -> str:
+        try:
+            return self._named(ref).id
+        except errors.VersionNotFoundError:
+            return ""
 
     def _named(self, ref: str) -> Version:
         if "@" in ref or ref.startswith("#"):
@@ -297,7 +307,10 @@ class StoreTrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
             return
         self._settle()
-        one = from_first(lambda: self._named(ref).id)
+        one = from_first(lambda: self._id_of(ref))
+        if not one:
+            _log.warning("the best version, %s, was removed: the model stays as it is", ref)
+            return
         wanted = ["trainer_state" if sharded.is_sharded(self.model) else "model"]
         state = on_all(lambda: self._store.load(f"#{one}", include=wanted))
         self._fill(self.model, state.get("model"), f"#{one}")

@@ -450,16 +450,9 @@ def _rests_on(there: Catalog, version: Version, store: str) -> bool:
 
 
 StepName: TypeAlias = Literal[
-    "scrub-source",
-    "replicate",
-    "scrub-target",
-    "retain-target",
-    "archive-target",
-    "evict",
-    "retain-source",
-    "gc-target",
-    "gc-source",
-]
+    "scrub-source", "replicate", "scrub-target", "retain-target", "archive-target", "evict",
+    "retain-source", "gc-target", "gc-source",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,13 @@ def _module(name: str, module: torch.nn.Module) -> Iterator[Leaf]:
     yield f"{name} (frozen)", [path for path, one in parameters if not one.requires_grad]
 
 
+def buffers_of(name: str, value: object) -> Iterator[str]:
+    """Yield the paths of a module's buffers that are no DTensors; a version has those of rank 0."""
+    for path, one in value.named_buffers() if isinstance(value, torch.nn.Module) else ():
+        if not hasattr(one, "to_local"):
+            yield f"{name}.{path.replace(_COMPILED, '')}"
+
+
 def gradients_of(value: object) -> list[torch.Tensor]:
     """Return the gradients that a module has, in the order of its parameters."""
     if callable(value) and not hasattr(value, "state_dict"):

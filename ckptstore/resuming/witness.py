@@ -14,6 +14,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -139,10 +140,16 @@ class Witness:
         self._suspected: list[str] = []
         """Gradients and modes that differ from those at the save: the next step may set them."""
         self._report: ResumeReport | None = None
+        buffers = (comparison.buffers_of(name, one) for name, one in objects.items())
+        self._of_first = set(chain.from_iterable(buffers))
+        """Paths of what a resume sets to rank 0's values, and other ranks do not note."""
         self._resumed, self._then = self._loaded()
         if self._then:
-            ranks = range(len(self._then[0]))
-            self._ignored = [comparison.unused(self._then, rank) for rank in ranks]
+            gone = {f"{path} (missing)" for path in self._of_first}
+            self._ignored = [
+                comparison.unused(self._then, rank) | (gone if rank else set())
+                for rank in range(len(self._then[0]))
+            ]
             self._compare(self._moments(0))
 
     def __enter__(self) -> Self:
@@ -232,7 +239,8 @@ class Witness:
         """Return what the training is now on this rank."""
         leaves: list[Leaf] = list(comparison.generators())
         for name, one in self._objects.items():
-            leaves += comparison.leaves_of(name, one)
+            found = comparison.leaves_of(name, one)
+            leaves += (leaf for leaf in found if self._first or leaf[0] not in self._of_first)
             if not after:
                 held = comparison.samples(comparison.gradients_of(one))
                 leaves.append((f"{GRADIENTS} of {name}", b"".join(held)))

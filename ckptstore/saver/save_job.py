@@ -294,15 +294,9 @@ class JobWriter:
         task.ready.wait()
         try:
             version, receipt = write_job(
-                self._repo,
-                job,
-                task.memory,
-                task.digests,
-                options=self._options,
-                token=task.token,
-                progress=progress,
-                rounding=self._rounding,
-            )
+                self._repo, job, task.memory, task.digests, options=self._options,
+                token=task.token, progress=progress, rounding=self._rounding,
+            )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - whatever it is, it arrives at the caller
             self._tell(job, Failed(number=job.number, error=error))
         else:

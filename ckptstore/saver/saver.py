@@ -103,7 +103,7 @@ class Saver:
         with self._admitting:  # one at a time: the order of the calls is that of the versions
             self.raise_failure(save.run)
             check_wishes(self._repo.catalog, wishes)
-            if self._admitted(save, self._has_room):
+            if self._admitted(save, lambda: len(self._under_way) < self._repo.options.in_flight):
                 self.dispatcher.start()  # a child process starts while the state is copied
                 flat = flatten(state, request.adapters, plain=request.plain)
                 layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
@@ -124,9 +124,6 @@ class Saver:
                     raise
         save.returned()
         return PendingSave(save, self._cancel)
-
-    def _has_room(self) -> bool:
-        return len(self._under_way) < self._repo.options.in_flight
 
     def _admitted(self, save: BackgroundSave, ready: Callable[[], bool]) -> bool:
         """Return whether `ready` holds; if it does not, wait for it, skip the save, or refuse."""

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 from urllib.parse import parse_qs, parse_qsl, quote, unquote, unquote_to_bytes
@@ -404,22 +405,23 @@ class S3Bucket:
         key = "/".join(parts[1:])
         if key:
             found = await run_sync(self._find, key)
-            if found is None or not found[2]:
+            if found is None or not found[3]:
                 return s3_error(404, "NoSuchKey", "there is no such key")
-            return await self._downloads.answer(request, found[0], found[2], {})
+            return await self._downloads.answer(request, found[0], found[3], {})
         if request.method == "HEAD":
             return Response(headers={"x-amz-bucket-region": "us-east-1"})
         return await run_sync(self._list, request)
 
-    def _find(self, key: str) -> tuple[ModelFolder, str, str] | None:
-        """Return the folder of a key, its prefix, and the file; an empty one for none of them."""
+    def _find(self, key: str) -> tuple[ModelFolder, str, str, str] | None:
+        """Return the folder of a key, run, ref and file; an empty file where there is none."""
+        found = []
         for run, rest in self._versions.split(key.split("/")):
             try:
                 folder, ref, name = self._versions.below(run, rest)
             except (errors.NotFoundError, errors.InvalidInputError):
                 continue
-            return folder, f"{run}/{ref}/", name if name in folder.files else ""
-        return None
+            found.append((folder, run, ref, name if name in folder.files else ""))
+        return max(found, key=lambda one: (bool(one[3]), len(one[1] + one[2])), default=None)
 
     def _list(self, request: Request) -> Response:
         query = request.query_params
@@ -449,43 +451,46 @@ class S3Bucket:
         self, prefix: str, delimiter: str, after: str
     ) -> Iterator[tuple[str, tuple[ModelFolder, ServedFile] | None]]:
         """Yield keys with their files, and common prefixes, in order, after a place."""
-        last = ""
-        for start, run, ref in self._starts(prefix):
-            at = start.find(delimiter, len(prefix)) if delimiter else -1
-            if at >= 0:
-                common = start[: at + len(delimiter)]
-                if common > after and common != last:
-                    yield common, None
-                last = common
+        ready: list[tuple[str, int, int, tuple[ModelFolder, ServedFile] | None]] = []
+        last, serial = after, 0
+        for start, run, ref in [*self._starts(prefix), ("\U0010ffff", "", "")]:
+            while ready and ready[0][0] < start:  # what follows begins with this start, or later
+                key, *_, entry = heappop(ready)
+                if key > last:
+                    last = key
+                    yield key, entry
+            if not run or start + "\U0010ffff" <= after:
                 continue
-            if start + "\U0010ffff" <= after:
-                continue
-            try:
-                folder = self._versions.folder(ref, run=run)
-            except errors.CkptStoreError:  # a version without weights, or whose data is gone
-                continue
-            for name, file in folder.files.items():
-                key = start + name
-                if not key.startswith(prefix) or key <= after:
+            names: Mapping[str, ServedFile | None] = {"": None}
+            folder = None
+            if not delimiter or delimiter not in start[len(prefix) :]:
+                try:
+                    folder = self._versions.folder(ref, run=run)
+                except errors.CkptStoreError:  # a version without weights, or whose data is gone
                     continue
+                names = folder.files
+            for name, file in names.items():
+                key = start + name
                 at = key.find(delimiter, len(prefix)) if delimiter else -1
-                if at < 0:
-                    yield key, (folder, file)
-                elif (common := key[: at + len(delimiter)]) not in {last, after}:
-                    last = common
-                    yield common, None
+                entry = (folder, file) if at < 0 and folder and file else None
+                if key.startswith(prefix):  # of equal keys, that of the longest ref comes first
+                    key = key if at < 0 else key[: at + len(delimiter)]
+                    serial += 1
+                    heappush(ready, (key, -len(start), serial, entry))
 
-    def _starts(self, prefix: str) -> Iterator[tuple[str, str, str]]:
-        """Yield what the keys of each version begin with, its run and its ref, in order."""
-        found = self._find(prefix)
-        if found is not None and prefix.startswith(found[1]):
-            run, _, ref = found[1][:-1].partition(f"{found[0].version.run}/")
-            yield found[1], run or found[0].version.run, ref
-            return
-        starts = [
-            (f"{run}/{ref}/", run, ref)
+    def _starts(self, prefix: str) -> list[tuple[str, str, str]]:
+        """Return what the keys of each version begin with, its run and its ref, in order."""
+        starts = {
+            f"{run}/{ref}/": (run, ref)
             for run in self._versions.runs()
             if f"{run}/".startswith(prefix) or prefix.startswith(f"{run}/")
             for ref in self._versions.refs(run)
-        ]
-        yield from sorted(one for one in starts if one[0].startswith(prefix))
+        }
+        found = self._find(prefix)
+        if found is not None:  # also a ref that is not listed
+            starts[f"{found[1]}/{found[2]}/"] = found[1], found[2]
+        return sorted(
+            (start, *names)
+            for start, names in starts.items()
+            if start.startswith(prefix) or prefix.startswith(start)
+        )

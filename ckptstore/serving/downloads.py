@@ -50,9 +50,9 @@ class Downloads:
             "Content-Type": _TYPES.get(name[name.rfind(".") :], "application/octet-stream"),
             **headers,
         }
-        if request.headers.get("if-match", file.etag).strip('"') not in {file.etag, "*"}:
+        if not _names(request.headers.get("if-match", "*"), file):
             raise HTTPException(412, "the ref names another version by now")
-        if request.headers.get("if-none-match", "").strip('"') == file.etag:
+        if _names(request.headers.get("if-none-match", ""), file):
             return Response(status_code=304, headers={"ETag": sent["ETag"]})
         if wanted is not None:
             sent["Content-Range"] = f"bytes {start}-{stop - 1}/{file.nbytes}"
@@ -92,6 +92,11 @@ class _Download(Response):
             self._release()
 
 
+def _names(etags: str, file: ServedFile) -> bool:
+    """Return whether a list of ETags, or a star, names a file as it is."""
+    return not {"*", file.etag}.isdisjoint(one.strip(' "') for one in etags.split(","))
+
+
 def _range(request: Request, file: ServedFile) -> tuple[int, int] | None:
     """Return the one range that a request asks for; None for all of the file."""
     match = _RANGE.match(request.headers.get("range", ""))
@@ -99,6 +104,8 @@ def _range(request: Request, file: ServedFile) -> tuple[int, int] | None:
     if match is None or match[0] == "bytes=-" or only_if != file.etag:
         return None
     first, last = match.groups()
+    if first and last and int(last) < int(first):  # no range, by RFC 9110, section 14.1.1
+        return None
     start = int(first) if first else max(0, file.nbytes - int(last))
     stop = min(int(last) + 1, file.nbytes) if first and last else file.nbytes
     if start >= stop:

@@ -68,19 +68,13 @@ def serve(
         raise InvalidInputError(msg, hint="set CKPTSTORE_SERVE_TOKEN, or give --token-file")
     config = uvicorn.Config(
         ServeApp(versions, token=token, log=log),
-        http=_Connection,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
+        http=_Connection, loop="asyncio", ws="none", lifespan="off", log_config=None,
+        access_log=False, proxy_headers=False, server_header=False,
         h11_max_incomplete_event_size=limits.HEADER_BYTES_MAX,
         timeout_graceful_shutdown=int(limits.STOP_S),
         ssl_certfile=tls[0] if tls else None,
         ssl_keyfile=tls[1] if tls else None,
-    )
+    )  # fmt: skip
     try:
         config.load()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

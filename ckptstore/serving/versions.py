@@ -109,19 +109,28 @@ class ServedVersions:
     def below(self, run: str, parts: Sequence[str]) -> tuple[ModelFolder, str, str]:
         """Return folder, relative ref and rest of a path in a run; tags may hold slashes.
 
+        Of the refs that it begins with: the longest whose folder holds the rest, or the longest.
+
         Raises
         ------
         VersionNotFoundError, InvalidRefError
             No beginning of the path is a ref of the run.
         """
         failure: Exception = VersionNotFoundError(f"no ref of run {run!r} is given")
-        for count in range(1, len(parts) + 1):
-            ref = "/".join(parts[:count])
+        longest: tuple[ModelFolder, str, str] | None = None
+        for count in range(len(parts), 0, -1):
+            ref, rest = "/".join(parts[:count]), "/".join(parts[count:])
             try:
-                return self.folder(ref, run=run), ref, "/".join(parts[count:])
+                folder = self.folder(ref, run=run)
             except (VersionNotFoundError, InvalidRefError) as error:
-                failure = failure if count > 1 else error
-        raise failure
+                failure = error
+                continue
+            longest = longest or (folder, ref, rest)
+            if not rest or rest in folder.files or folder.below(rest):
+                return folder, ref, rest
+        if longest is None:
+            raise failure
+        return longest
 
     def split(self, parts: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield each run that a path begins with, and the rest of the path."""

@@ -175,16 +175,11 @@ class LazyVersion(Shown):
         progress: ProgressCallback = silent,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state, or a part of it; see :meth:`ckptstore.Store.load`."""
-        return self._load_as(
-            LoadRequest(
-                include=include,
-                exclude=exclude,
-                map_location=map_location,
-                into=into,
-                adapters=adapters,
-                progress=progress,
-            )
-        )
+        request = LoadRequest(
+            include=include, exclude=exclude, map_location=map_location, into=into,
+            adapters=adapters, progress=progress,
+        )  # fmt: skip
+        return self._load_as(request)
 
     @operation("lazy")
     def _load_as(self, request: LoadRequest) -> Any:  # noqa: ANN401 - whatever was saved

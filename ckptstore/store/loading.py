@@ -113,13 +113,9 @@ def load(
 
     session = self._session
     request = LoadRequest(
-        include=include,
-        exclude=exclude,
-        map_location=map_location,
-        into=into,
-        adapters=adapters,
+        include=include, exclude=exclude, map_location=map_location, into=into, adapters=adapters,
         progress=progress,
-    )
+    )  # fmt: skip
 
     def ready(version: Version) -> Version:
         """Return a version, brought back first if that is wanted."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptstore.saver.save_state import IfBusy
     from ckptstore.saver.saver import Stage
     from ckptstore.states.lazy import LazyVersion
+    from ckptstore.states.save import SaveRequest
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -223,26 +224,13 @@ class Run(Shown):
             tells.
         """
         ready()
-        from ckptstore.states.save import SaveRequest
-
         retain = self._retains if retain is None else retain
         if retain:
             self._check_policy(self._session.repo.refresh())
-        request = SaveRequest(
-            run=self.name,
-            step=step,
-            directions=self._directions,
-            metrics={} if metrics is None else metrics,
-            tags=tags,
-            metadata=self._session.metadata(self.name, metadata),
-            roles=self._roles(roles),
-            encodings=self._rules(encodings),
-            codec=codec or self._session.repo.options.codec,
-            derive=derive,
-            adapters=adapters,
-            plain=plain,
-            progress=progress,
-        )
+        request = self._request(
+            step, metrics=metrics, tags=tags, metadata=metadata, roles=roles, encodings=encodings,
+            codec=codec, derive=derive, adapters=adapters, plain=plain, progress=progress,
+        )  # fmt: skip
         version = self._session.save(state, request)
         if retain:
             self._retain_after_save()
@@ -314,26 +302,13 @@ class Run(Shown):
         """
         began = self._session.repo.environment.monotonic()
         ready()
-        from ckptstore.states.save import SaveRequest
-
         retain = self._retains if retain is None else retain
         if retain:
             self._check_policy(self._session.repo.catalog)
-        request = SaveRequest(
-            run=self.name,
-            step=step,
-            directions=self._directions,
-            metrics={} if metrics is None else metrics,
-            tags=tags,
-            metadata=self._session.metadata(self.name, metadata),
-            roles=self._roles(roles),
-            encodings=self._rules(encodings),
-            codec=codec or self._session.repo.options.codec,
-            derive=derive,
-            adapters=adapters,
-            plain=plain,
-            progress=progress,
-        )
+        request = self._request(
+            step, metrics=metrics, tags=tags, metadata=metadata, roles=roles, encodings=encodings,
+            codec=codec, derive=derive, adapters=adapters, plain=plain, progress=progress,
+        )  # fmt: skip
         saver = self._session.saver
         pending = saver.save(
             state, request, began=began, if_busy=if_busy, stage=stage, retain=retain
@@ -341,6 +316,26 @@ class Run(Shown):
         if not pending.skipped:
             resume_check.saved(self._session.repo, self.name, pending.step, pending.version_id)
         return pending
+
+    def _request(
+        self, step: int, *, metrics: Mapping[str, float] | None, metadata: Mapping[str, Any] | None,
+        roles: Mapping[Pattern, str] | None, encodings: Encodings | None, codec: str | None,
+        **others: Any,  # noqa: ANN401 - of the request
+    ) -> SaveRequest:  # fmt: skip
+        """Return the request of a save, with what the run and the store add to its arguments."""
+        from ckptstore.states import save
+
+        return save.SaveRequest(
+            run=self.name,
+            step=step,
+            directions=self._directions,
+            metrics={} if metrics is None else metrics,
+            metadata=self._session.metadata(self.name, metadata),
+            roles=self._roles(roles),
+            encodings=self._rules(encodings),
+            codec=codec or self._session.repo.options.codec,
+            **others,
+        )
 
     def _roles(self, given: Mapping[Pattern, str] | None) -> dict[Pattern, str]:
         """Return the patterns that hold for a save: those that are fixed for the run come first."""
@@ -399,18 +394,10 @@ class Run(Shown):
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
         return loading.load(
-            self,
-            ref,
-            include=include,
-            exclude=exclude,
-            map_location=map_location,
-            into=into,
-            adapters=adapters,
-            progress=progress,
-            fall_through=fall_through,
-            refill=refill,
+            self, ref, include=include, exclude=exclude, map_location=map_location, into=into,
+            adapters=adapters, progress=progress, fall_through=fall_through, refill=refill,
             group=group,
-        )
+        )  # fmt: skip
 
     def latest_valid(self, *, progress: ProgressCallback = silent) -> LatestValid:
         """Return the newest version on the line of the run that is sound; reads every byte of it.

@@ -360,6 +360,55 @@ def test_accelerate(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         assert rows_of(list(loader)) == list(range(12))
 
 
+def shuffled(seed: int, *, seedable: bool, workers: int) -> tuple[Any, Any]:
+    """Return an Accelerator and a stateful loader that shuffles; another seed, another order."""
+    for singleton in (AcceleratorState, PartialState, GradientState):
+        singleton._reset_state()
+    configuration = DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=seedable
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    torch.manual_seed(seed)
+    rows: Any = range(12)
+    loader = DataLoader(rows, batch_size=2, shuffle=True, num_workers=workers)
+    return accelerator, accelerator.prepare(loader)
+
+
+def drawn(loader: Any) -> Iterator[tuple[list[int], float]]:
+    """Yield the rows of each batch of two epochs, and a number such as a dropout draws."""
+    for _ in range(2):
+        for batch in loader:
+            yield batch.tolist(), torch.rand(()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("seedable", [True, False])
+@pytest.mark.parametrize("at", [0, 2, 6, 8])
+def test_accelerate_shuffles_again(
+    store: Store, at: int, seedable: bool, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume draws what the training would have drawn; if it cannot know that, it is refused."""
+    run = store.run("gpt")
+    accelerator, loader = shuffled(1, seedable=seedable, workers=workers)
+    steps = drawn(loader)
+    list(itertools.islice(steps, at))
+    save_state(accelerator, run, step=1)
+    wanted = list(steps)
+    warned = "use_seedable_sampler" in caplog.text
+    accelerator, loader = shuffled(2, seedable=seedable, workers=workers)
+    assert warned == (at in (2, 8) and not seedable)
+    if warned:
+        with pytest.raises(StateError, match=r"order was not saved.*restart_epoch=True"):
+            load_state(accelerator, run)
+        load_state(accelerator, run, restart_epoch=True)
+        assert sorted(rows_of(list(loader))) == list(range(12))
+        return
+    load_state(accelerator, run)
+    if at or seedable or not workers:  # else a worker has rows from before the save
+        assert list(drawn(loader))[: len(wanted)] == wanted
+
+
 class Watching(pl.LightningModule):  # type: ignore[misc]  # not followed by mypy
     """A module that remembers the rows that it was trained on."""
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from buckets import S3Bucket
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptstore.cli.main import run as command
 from ckptstore.errors import InvalidInputError, StorageError
@@ -82,6 +84,15 @@ def test_versions_are_links_without_secrets(tmp_path: Path, s3_bucket: S3Bucket,
     assert files
     for file in files:
         assert b"the-secret-of-the-store" not in file.read_bytes(), file
+
+
+@given(st.dictionaries(st.text("a_:@#é", min_size=1, max_size=3), st.floats(0, 1), max_size=9))
+def test_mlflow_gets_each_metric_under_its_own_name(metrics: dict[str, float]) -> None:
+    """Names that MLflow takes stay as they are; the others get names that no other has."""
+    told = trackers._names_for_mlflow(metrics)
+    assert sorted(told.values()) == sorted(metrics.values())
+    assert all(told[name] == metrics[name] for name in metrics if not set(name) & set("@#"))
+    assert not any(set(name) & set("@#") for name in told)
 
 
 class Fake:

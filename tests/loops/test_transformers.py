@@ -254,15 +254,19 @@ def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_only_the_model(run: Run, tmp_path: Path) -> None:
-    """``save_only_model`` leaves the rest out, and a training can begin with such weights."""
+def test_only_the_model(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``save_only_model`` leaves the rest out; a training that goes on there says what is new."""
     trainer = _trainer(run, tmp_path, save_only_model=True, max_steps=4)
     trainer.train()
 
     assert sorted(run.load("latest")) == ["model", "pretrained", "trainer_state"]
     again = _trainer(run, tmp_path, max_steps=8)
     again.train(resume_from_checkpoint=True)
+    assert "latest has only the model: the optimizer and scheduler begin anew" in caplog.text
     assert run.resolve("latest").step == 8
+    caplog.clear()
+    _trainer(run, tmp_path, max_steps=12).train(resume_from_checkpoint=True)
+    assert "begin anew" not in caplog.text
 
 
 @pytest.mark.slow

@@ -48,6 +48,19 @@ def test_every_ref_is_a_folder(url: str, ref: str) -> None:
     assert found.keys() == model.keys()
 
 
+def test_a_tag_may_begin_with_another_tag(url: str) -> None:
+    """A path leads to the longest ref that it begins with, and that holds its file."""
+    with ckptstore.open(url) as store:
+        run = store.run("exp/gpt")
+        run.tag(1, "good")
+        run.tag(3, "good/one/ema")
+    system = fsspec.filesystem("ckpt", store=url, skip_instance_cache=True)
+    for ref, step in (("good", 1), ("good/one", 2), ("good/one/ema", 3)):
+        path = f"exp/gpt@{ref}/model.safetensors"
+        assert system.cat_file(path) == system.cat_file(f"exp/gpt@{step}/model.safetensors")
+        assert path in system.ls(f"exp/gpt@{ref}", detail=False)
+
+
 def test_a_location_may_follow_the_path(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is named by fsspec's chaining, or by the environment; a dtype by the ref."""
     path = "ckpt://exp/gpt@2?dtype=bf16/model.safetensors"

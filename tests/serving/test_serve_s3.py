@@ -145,3 +145,45 @@ def test_a_version_without_weights_is_not_listed(place: Path, server: Server) ->
     listed = _client(server.url).list_objects_v2(Bucket="store", Prefix="numbers/")
     assert listed["KeyCount"] == 0
     assert server.get("/numbers/resolve/main/config.json")[0] in {404, 422}
+
+
+def test_names_that_begin_with_other_names(tmp_path: Path) -> None:
+    """Where a tag or run is a prefix of another, each key is listed once, in order, and read."""
+    with ckptstore.open(tmp_path / "store", create=True) as store:
+        for name, step in (("nest", 1), ("nest/1", 7), ("nest/1/7", 2)):
+            run = store.run(name)
+            run.save({"model": {"w": torch.tensor([float(step)])}}, step=step)
+            run.tag(step, "v1")
+            run.save({"model": {"w": torch.tensor([step + 1.0])}}, step=step + 1)
+            run.tag(step + 1, "v1/ema")
+    with served(str(tmp_path / "store"), tmp_path) as server:
+        client = _client(server.url)
+
+        def listed(prefix: str, delimiter: str = "", size: int = 1000) -> list[str]:
+            paginator = client.get_paginator("list_objects_v2")
+            asked = {"Bucket": "store", "Prefix": prefix, "Delimiter": delimiter}
+            found = []
+            for page in paginator.paginate(**asked, PaginationConfig={"PageSize": size}):
+                keys = [one["Key"] for one in page.get("Contents", [])]
+                folders = [one["Prefix"] for one in page.get("CommonPrefixes", [])]
+                found += sorted(keys + folders)
+            return found
+
+        keys = listed("nest")
+        assert keys == sorted(set(keys))
+        values = {"nest/v1": 1.0, "nest/v1/ema": 2.0, "nest/1/7": 7.0, "nest/1/7/2": 2.0}
+        assert {f"{folder}/model.safetensors" for folder in values} <= set(keys)
+        for key in keys:
+            data = client.get_object(Bucket="store", Key=key)["Body"].read()
+            folder, _, file = key.rpartition("/")
+            if folder in values and file == "model.safetensors":
+                assert load(data)["w"][0] == values[folder]
+        assert [listed("nest", size=size) for size in (2, 3, 7)] == [keys] * 3
+        ends = {key[: at + 1 + more] for key in keys for at in range(len(key)) for more in (0, 1)
+                if key[at] == "/"}  # fmt: skip
+        for prefix in sorted(ends):
+            below = [key for key in keys if key.startswith(prefix)]
+            assert listed(prefix) == below
+            cuts = [key.find("/", len(prefix)) + 1 or len(key) for key in below]
+            folders = sorted({key[:cut] for key, cut in zip(below, cuts, strict=True)})
+            assert listed(prefix, "/") == listed(prefix, "/", size=2) == folders

@@ -455,15 +455,12 @@ def balance(plans: Sequence[SavePlan]) -> list[SavePlan]:
         best = min(ranks, key=lambda rank: (loads[rank], len(chosen[rank]), rank))
         loads[best] += max(size, 1)
         chosen[best].append(item)
+    for items in chosen:  # small tensors that belong together share chunks
+        items.sort(key=lambda item: (item.index.fqn, item.index.offset or ()))
     return [
-        dataclasses.replace(plan, items=_in_order(items), storage_data=None)
+        dataclasses.replace(plan, items=items, storage_data=None)
         for plan, items in zip(plans, chosen, strict=True)
     ]
-
-
-def _in_order(items: list[WriteItem]) -> list[WriteItem]:
-    """Group small tensors that belong together: they share chunks."""
-    return sorted(items, key=lambda item: (item.index.fqn, item.index.offset or ()))
 
 
 def _bytes(item: WriteItem) -> int:

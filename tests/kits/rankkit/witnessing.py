@@ -16,7 +16,8 @@ from rankkit.groups import Rank
 
 def _training(me: Rank) -> tuple[nn.Module, torch.Generator]:
     torch.manual_seed(0)
-    return nn.Linear(4, 4), torch.Generator().manual_seed(me.rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return model, torch.Generator().manual_seed(me.rank)
 
 
 def _train(model: nn.Module, generator: torch.Generator, witness: ckptstore.Witness) -> None:
@@ -36,7 +37,7 @@ def _train(model: nn.Module, generator: torch.Generator, witness: ckptstore.Witn
 def save(me: Rank, url: str) -> int:
     """Train on all ranks; the first one saves. Return the bytes of the witness."""
     model, generator = _training(me)
-    torch.randn(3, generator=generator)
+    model(torch.randn(8, 4, generator=generator))  # the statistics of each rank are its own
     with ckptstore.open(url) as store:
         run = store.run("r")
         with ckptstore.Witness(run, model=model, generator=generator) as witness:
