@@ -20,7 +20,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -351,17 +351,25 @@ def _loader_state(loader: Any) -> dict[str, Any]:
         state["stateful"] = per_rank(loader.state_dict())
         if loader.end_of_dataloader and loader in loader.gradient_state.dataloader_references:
             state["iteration"] += 1  # in the last step of an epoch, before the loader counts it
-        if _draws_anew(loader) and _is_within(loader.state_dict()):
+        if _is_within(loader.state_dict()) and _draws_anew(loader, first=loader.iteration == 0):
+            state["shuffled"] = True
             _log.warning("saved within an epoch whose order nothing can repeat: %s", _SEEDABLE)
     return state
 
 
-def _draws_anew(loader: Any) -> bool:
-    """Return whether the order of an epoch's rows is random, and no part of a position."""
+_begun_anew: Final = WeakSet[Any]()
+"""Loaders that :func:`load_state` has set."""
+
+
+def _draws_anew(loader: Any, *, first: bool = False) -> bool:
+    """Return whether the order of an epoch's rows is random, and follows from no position."""
     batches, sampler = getattr(loader, "batch_sampler", None), _sampler(loader)
+    if type(batches).__module__.startswith("torchdata."):
+        return False
+    # Of the first epoch, workers have rows from before Accelerate puts its seeded sampler in.
+    early = first and loader.num_workers > 0 and loader not in _begun_anew
     random = "synchronized" in _generators(loader) or hasattr(sampler, "generator")
-    keeps = hasattr(sampler, "initial_seed") or type(batches).__module__.startswith("torchdata.")
-    return random and not keeps
+    return random and (early or not hasattr(sampler, "initial_seed"))
 
 
 def _is_within(position: Mapping[str, Any]) -> bool:
@@ -376,7 +384,7 @@ def _position(loader: Any, state: Mapping[str, Any]) -> Any:
     if not any(map(_is_within, saved.values())):
         ended = not saved or any(one.get("_iterator_finished") for one in saved.values())
         return None if ended else {}
-    if _draws_anew(loader):
+    if state.get("shuffled") or _draws_anew(loader):
         hint = f"{_SEEDABLE}; restart_epoch=True begins this epoch again"
         raise StateError("the position is in an epoch whose order was not saved", hint=hint)
     return this_rank(saved)
@@ -393,6 +401,7 @@ def _restore_loader(loader: Any, state: Mapping[str, Any], position: Any) -> Non
         sampler.initial_seed = state["seed"]
     if getattr(loader, "use_stateful_dataloader", False):
         loader.load_state_dict(position or {})  # also drops what ``prepare`` has drawn
+        _begun_anew.add(loader)
         if position is not None:  # a loader that has begun has drawn its seed before the save
             loader.set_epoch(loader.iteration)
             loader.base_dataloader.state_dict()

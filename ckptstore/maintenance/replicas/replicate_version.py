@@ -179,16 +179,10 @@ def _land(
     while True:
         with naming_cold(version.id, sides.source.url, shown=shown):
             landed = transplant(
-                manifest,
-                source=sides.source,
-                target=sides.target,
-                copies=sides.copies,
-                candidates=near,
-                without=without,
-                progress=progress,
-                orphans=sides.orphans,
+                manifest, source=sides.source, target=sides.target, copies=sides.copies,
+                candidates=near, without=without, progress=progress, orphans=sides.orphans,
                 alone=sides.request.alone,
-            )
+            )  # fmt: skip
         began = sides.target.environment.monotonic()
         try:
             _read_resumed(sides, landed)
