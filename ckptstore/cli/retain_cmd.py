@@ -13,7 +13,7 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.store_options import DryRun, WriterOptions, parse_pairs
 from ckptstore.cli.text import bytes_text, count_text, counted, freed_later, metric_text
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.store import Store
@@ -111,6 +111,8 @@ def retain(
         report = opening.retain(policy, run=run, dry_run=not apply, quick=quick)
         output.show(_document(opening, report), lambda screen: _draw(screen, report))
         _notes(output, report)
+    if any(plan.refused for plan in report.plans):
+        raise typer.Exit(PolicyError.exit_code)
 
 
 def _check(

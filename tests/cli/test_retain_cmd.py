@@ -73,9 +73,9 @@ def test_retain_stores_a_policy_and_takes_it_away(cli: Cli, store_path: Path) ->
 
 
 def test_a_dry_run_of_what_is_refused_says_so(cli: Cli, store_path: Path) -> None:
-    """It is looked at, not done."""
+    """A preview exits as the command would, with its plan."""
     result = cli("retain", "gpt", "--record", "all", "-s", store_path)
-    assert result.code == 0
+    assert result.code == 7
     assert "refused: it would keep the content of none" in result.out
 
 

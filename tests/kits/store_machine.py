@@ -511,4 +511,4 @@ def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
             suppress_health_check=list(HealthCheck), phases=[Phase.generate],
         ),
     )  # fmt: skip
-    return StoreMachine.figures
+    return StoreMachine.figures.copy()

@@ -123,20 +123,13 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.slow
 def test_deltas_beside_collections(counts: Counter[str]) -> None:
-    """Saves with deltas, retention, collections, repacks, forks and loads, call by call."""
-    figures = machine.run(12, 100, same=True)
-    # In one of eight such runs no keyframe goes before its deltas; which histories Hypothesis makes
-    # depends on the modules that other tests have imported.
-    for _ in range(6):
-        if counts["rebased"] and counts["deltas"] > 20:
-            break
-        figures += machine.run(12, 100)
+    """Saves with deltas, retention, collections, repacks, forks and loads, call by call.
 
+    Each step ends as the model says. How often each kind of step comes is chance: the soak's.
+    """
+    figures = machine.run(20, 100, same=True)
     print(sorted(figures.items()), counts)  # noqa: T201 - shown where the test fails
-    assert counts["deltas"] > 20
-    assert counts["rebased"] > 0
-    for name in ("save", "fork", "remove", "age", "retain", "gc"):
-        assert figures[f"{name}: done"] > 0, name
+    assert figures["steps"] > 33 * 20
 
 
 @pytest.mark.soak
@@ -149,3 +142,6 @@ def test_deltas_beside_collections_for_long(counts: Counter[str]) -> None:
         figures += machine.run(100, 100)
     print(sorted(figures.items()), counts)  # noqa: T201 - the figures of a campaign
     assert counts["deltas"] > figures["steps"] // 100
+    assert counts["rebased"] > 0
+    for name in ("save", "fork", "remove", "age", "retain", "gc"):
+        assert figures[f"{name}: done"] > 0, name
