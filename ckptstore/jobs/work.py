@@ -343,7 +343,6 @@ class _Run:
             source,
             target,
             [version for version in _selected(self.source, self.job) if version.id not in kept],
-            missing=partial(missing, target),
             coming=self._coming,
             pin=self.job.retain.pin_evicted,
             dry_run=self.dry_run,

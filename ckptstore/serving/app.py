@@ -14,14 +14,15 @@ import base64
 import calendar
 import hashlib
 import hmac
+import itertools
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
-from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import parse_qs, parse_qsl, quote, unquote, unquote_to_bytes
 from xml.sax.saxutils import escape
 
@@ -357,6 +358,10 @@ def _tree(request: Request, folder: ModelFolder, below: str) -> Response:
 
 
 BUCKET = "store"
+_LAST = "\U0010ffff"
+"""Behind all keys."""
+_Entry: TypeAlias = "tuple[ModelFolder, ServedFile] | None"
+"""A file; None for a common prefix."""
 _XMLNS = "http://s3.amazonaws.com/doc/2006-03-01/"
 
 
@@ -429,7 +434,7 @@ class S3Bucket:
         after = max(query.get(key, "") for key in ("continuation-token", "start-after", "marker"))
         most = query.get("max-keys", str(PAGE_ENTRIES))
         count = min(int(most[:9]), PAGE_ENTRIES) if most[:9].isdecimal() else PAGE_ENTRIES
-        page = list(islice(self._entries(prefix, delimiter, after), count + 1))
+        page = list(itertools.islice(self._entries(prefix, delimiter, after), count + 1))
         more, page = len(page) > count > 0, page[:count]
         told = {"Name": BUCKET, "Prefix": prefix, "Delimiter": delimiter, "MaxKeys": count}
         told |= {"KeyCount": len(page), "IsTruncated": str(more).lower()}
@@ -447,36 +452,37 @@ class S3Bucket:
             parts.append(f"<Contents>{_tags(about)}</Contents>")
         return _xml(f'<ListBucketResult xmlns="{_XMLNS}">{"".join(parts)}</ListBucketResult>')
 
-    def _entries(
-        self, prefix: str, delimiter: str, after: str
-    ) -> Iterator[tuple[str, tuple[ModelFolder, ServedFile] | None]]:
+    def _entries(self, prefix: str, delimiter: str, after: str) -> Iterator[tuple[str, _Entry]]:
         """Yield keys with their files, and common prefixes, in order, after a place."""
-        ready: list[tuple[str, int, int, tuple[ModelFolder, ServedFile] | None]] = []
-        last, serial = after, 0
-        for start, run, ref in [*self._starts(prefix), ("\U0010ffff", "", "")]:
+        ready: list[tuple[str, int, int, _Entry]] = []
+        last, serial = after, itertools.count()
+        for start, run, ref in [*self._starts(prefix), (_LAST, "", "")]:
             while ready and ready[0][0] < start:  # what follows begins with this start, or later
                 key, *_, entry = heappop(ready)
                 if key > last:
                     last = key
                     yield key, entry
-            if not run or start + "\U0010ffff" <= after:
-                continue
-            names: Mapping[str, ServedFile | None] = {"": None}
-            folder = None
-            if not delimiter or delimiter not in start[len(prefix) :]:
-                try:
-                    folder = self._versions.folder(ref, run=run)
-                except errors.CkptStoreError:  # a version without weights, or whose data is gone
-                    continue
-                names = folder.files
-            for name, file in names.items():
-                key = start + name
-                at = key.find(delimiter, len(prefix)) if delimiter else -1
-                entry = (folder, file) if at < 0 and folder and file else None
-                if key.startswith(prefix):  # of equal keys, that of the longest ref comes first
-                    key = key if at < 0 else key[: at + len(delimiter)]
-                    serial += 1
-                    heappush(ready, (key, -len(start), serial, entry))
+            if run and start + _LAST > after:
+                for key, entry in self._below(start, run, ref, prefix, delimiter):
+                    # Of equal keys, that of the longest ref comes first.
+                    heappush(ready, (key, -len(start), next(serial), entry))
+
+    def _below(
+        self, start: str, run: str, ref: str, prefix: str, delimiter: str
+    ) -> Iterator[tuple[str, _Entry]]:
+        """Yield the keys of one version; a common prefix in place of those that have it."""
+        names: Mapping[str, ServedFile] = {}
+        if delimiter and (at := start.find(delimiter, len(prefix))) >= 0:  # all have it
+            yield start[: at + len(delimiter)], None
+            return
+        with suppress(errors.CkptStoreError):  # a version without weights, or whose data is gone
+            folder = self._versions.folder(ref, run=run)
+            names = folder.files
+        for name, file in names.items():
+            key = start + name
+            at = key.find(delimiter, len(prefix)) if delimiter else -1
+            if key.startswith(prefix):
+                yield (key, (folder, file)) if at < 0 else (key[: at + len(delimiter)], None)
 
     def _starts(self, prefix: str) -> list[tuple[str, str, str]]:
         """Return what the keys of each version begin with, its run and its ref, in order."""

@@ -95,6 +95,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Stop the server at SIGINT and SIGTERM."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -105,6 +106,7 @@ class _Connection(H11Protocol):
     """Closes itself when its client neither asks nor reads."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count what is written, and give the application a sender of parts."""
         super().connection_made(transport)
         # A body uses the memory of a part again, and asyncio (from Python 3.12 on) refers to what
         # it could not send yet: so a part waits until all before it are sent.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore.backends.key_sources import KeyInput, hidden
@@ -308,7 +307,6 @@ def evict(
         This store cannot be written to, or with `pin` the replica; or a storage failed. What
         was evicted stays so.
     """
-    from ckptstore.maintenance.check.verify import missing
     from ckptstore.maintenance.core.select_versions import select_versions
     from ckptstore.maintenance.replicas.evict import evict
 
@@ -323,7 +321,7 @@ def evict(
         versions = [one for one in versions if one.id not in kept]
     versions = [*versions, *(one for one in named if one.level == "record")]
     there.refresh()
-    return evict(here, there, versions, missing=partial(missing, there), pin=pin, dry_run=dry_run)
+    return evict(here, there, versions, pin=pin, dry_run=dry_run)
 
 
 def unpin_for(self: HasRepo, store: str) -> list[Version]:

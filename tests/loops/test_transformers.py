@@ -240,6 +240,27 @@ def test_the_limit_spares_a_best_version_that_a_better_step_has_no_version_besid
     assert run.resolve("latest").step == 16
 
 
+def test_a_best_version_that_was_removed_fails_no_training(
+    store: Store, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody removes it before the end: the model stays as it is, and the log says so."""
+
+    class Removing(Better):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 8:
+                store.remove(["gpt@4"], force=True)
+
+    options: Any = {
+        "eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": False, "max_steps": 8,
+    }  # fmt: skip
+    trainer = _trainer(run, tmp_path, Removing(1, 2), **options)
+    trainer.train()
+    assert "the best version, gpt@4, was removed" in caplog.text
+    saved = run.load("latest")["model"]
+    assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items())
+
+
 @pytest.mark.slow
 def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None:
     """When ``train`` returns, all versions are durable; the limit holds as well."""

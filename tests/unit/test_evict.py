@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from ckptstore.catalog.state import Op
 from ckptstore.config import Options
 from ckptstore.jobs import read_job, run_job
 from ckptstore.maintenance.replicas.evict import EvictReport, evict
-from ckptstore.model import Version
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend
@@ -88,12 +87,7 @@ def _watched(store: Store) -> _Watched:
 
 
 def _evict(hot: Store, cold: Store) -> EvictReport:
-    return evict(hot.repo, cold.repo, hot.versions(), missing=_nothing)
-
-
-def _nothing(versions: Sequence[Version]) -> set[str]:
-    assert versions
-    return set()
+    return evict(hot.repo, cold.repo, hot.versions())
 
 
 def _levels(store: Store) -> list[str]:
@@ -131,7 +125,7 @@ def test_let_go_there_at_the_same_moment(hot: Store, cold: Store, how: str) -> N
     backend = cold.repo.backend
     fresh = Store(create_on(backend, exist_ok=True))
     _watched(hot).before = let_go
-    report = evict(hot.repo, fresh.repo, hot.versions(), missing=_nothing)
+    report = evict(hot.repo, fresh.repo, hot.versions())
 
     assert [one.step for one in report.evicted] == [2]
     assert report.returned == (before[0].id,)
@@ -188,7 +182,8 @@ def test_collected_here_at_the_same_moment(hot: Store, cold: Store) -> None:
 def test_what_is_not_all_there_stays(hot: Store, cold: Store) -> None:
     """Versions whose objects are missing there are not let go."""
     gone = hot.versions()[0].id
-    report = evict(hot.repo, cold.repo, hot.versions(), missing=lambda versions: [gone])
+    cold.repo.backend.delete(cold.resolve(f"#{gone}").manifest_key)
+    report = _evict(hot, cold)
     assert report.missed == (gone,)
     assert _levels(hot) == ["full", "record", "full"]
 
@@ -224,7 +219,7 @@ def test_no_answer_to_the_second_look(hot: Store, cold: Store) -> None:
     there = Store(create_on(backend, exist_ok=True))
     _watched(hot).after = lambda: setattr(down, "at", down.seen + 1)
     with pytest.raises(errors.StorageError, match="injected"):
-        evict(hot.repo, there.repo, hot.versions(), missing=_nothing)
+        evict(hot.repo, there.repo, hot.versions())
 
     assert _levels(hot) == ["full", "full", "full"]
     hot.gc(grace_s=0.0, orphan_age_s=0.0)
@@ -368,10 +363,10 @@ def test_a_replica_that_cannot_be_written_to(stores: tuple[Store, Store]) -> Non
     hot, cold = stores
     there = open_on(_watched(cold), options=Options(read_only=True))
     with pytest.raises(errors.ReadOnlyError, match="pinned in the other store") as caught:
-        evict(hot.repo, there, hot.versions(), missing=lambda _: set(), pin=True)
+        evict(hot.repo, there, hot.versions(), pin=True)
     assert "--no-pin" in caught.value.hint
     assert {version.level for version in hot.versions()} == {"full"}
-    report = evict(hot.repo, there, hot.versions(), missing=lambda _: set())
+    report = evict(hot.repo, there, hot.versions())
     assert len(report.evicted) == 3
 
 
@@ -455,7 +450,7 @@ def test_two_stores_that_evict_to_each_other(stores: tuple[Store, Store]) -> Non
     def other_way(*, dry_run: bool = False) -> int:
         here, there = _anew(cold), _anew(hot)
         report = evict(
-            here.repo, there.repo, here.versions(), missing=lambda _: set(), pin=True,
+            here.repo, there.repo, here.versions(), pin=True,
             dry_run=dry_run,
         )  # fmt: skip
         return len(report.evicted)

@@ -27,7 +27,7 @@ _STATES = {step: parts_of(0, step, step) | {"optimizer": parts_of(50 + step)} fo
 
 
 def _evict(store: Store, cold: Store, *, pin: bool = False) -> None:
-    evict(store.repo, cold.repo, store.versions()[:2], missing=lambda _: set(), pin=pin)
+    evict(store.repo, cold.repo, store.versions()[:2], pin=pin)
 
 
 def _quarantine(store: Store, _cold: Store) -> None:

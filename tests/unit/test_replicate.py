@@ -445,7 +445,7 @@ def test_what_came_back_unchecked_is_not_relied_on(backends: Backends) -> None:
 
     def let_go() -> list[int]:
         old = second.versions()[:1]
-        done = evict(second.repo, first.repo, old, missing=lambda _: set())
+        done = evict(second.repo, first.repo, old)
         return [version.step for version in done.evicted]
 
     assert let_go() == []

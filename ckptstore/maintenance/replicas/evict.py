@@ -40,9 +40,6 @@ from ckptstore.shown import Shown
 
 _log = logging.getLogger("ckptstore")
 
-Missing = Callable[[Sequence[Version]], Collection[str]]
-"""Given versions of the other store, gives the ids of those whose objects are not all there."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvictReport(Shown):
@@ -73,7 +70,6 @@ def evict(
     there: Repo,
     versions: Sequence[Version],
     *,
-    missing: Missing,
     coming: Collection[str] = (),
     pin: bool = False,
     dry_run: bool = False,
@@ -89,8 +85,6 @@ def evict(
         The other store.
     versions
         Which may go, if it has them.
-    missing
-        Looks for the objects of versions there.
     coming
         With `dry_run`: ids of versions that it does not have, and would have before the eviction.
     pin
@@ -103,6 +97,8 @@ def evict(
     StorageError
         One of the storages failed. What was evicted before stays so.
     """
+    from ckptstore.maintenance.check.verify import missing
+
     work = _Evicting(here=here, there=there, pins=Pins(here=here, there=there) if pin else None)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
     if dry_run:
@@ -110,8 +106,7 @@ def evict(
     work.settle(versions, chosen)
     if not chosen:
         return work.report()
-    seen = there.refresh()
-    missed = set(missing([seen.version(one.id) for one in chosen]))
+    missed = missing(there, chosen)
     if missed:
         what = "%d versions stay in %s: %s does not have all that they need"
         _log.warning(what, len(missed), here.url, there.url)

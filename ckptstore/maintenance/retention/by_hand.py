@@ -68,6 +68,7 @@ def remove(
     catalog = repo.refresh()
 
     def build(now: Catalog) -> list[Op]:
+        """Return the deletion, or raise what is in its way now."""
         if not force:
             for error in _sole_verified(now, chosen).values():
                 raise error
