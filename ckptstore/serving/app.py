@@ -14,6 +14,7 @@ import base64
 import calendar
 import hashlib
 import hmac
+import ipaddress
 import itertools
 import re
 import time
@@ -39,7 +40,6 @@ from ckptstore.serving.model_folder import ModelFolder, ServedFile, split_commit
 from ckptstore.serving.serving_limits import BODY_BYTES_MAX, PAGE_ENTRIES, SIGNATURE_AGE_S
 from ckptstore.serving.versions import ServedVersions
 
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _ORIGIN = r"\A(?i:https?)://[^/]*"
 """Before the path, as some clients of S3 write it."""
 _SHOWN_CHARS = 300
@@ -52,6 +52,14 @@ _OF_PAGES = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only programs of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ServeApp:
@@ -161,8 +169,8 @@ class ServeApp:
         """Return the answer to a request that may not read; None if it may."""
         if not self._token:
             # A page of another site reaches loopback under its own name, by a name that it moves.
-            host = request.headers.get("host", "").rpartition(":")
-            if (host[0] or host[2]) not in _LOOPBACK:
+            host = re.sub(r":\d*\Z", "", request.headers.get("host", ""))
+            if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise HTTPException(421, "without a token, only names of loopback are answered")
             return None
         if s3 and not request.headers.get("authorization", "").startswith("Bearer "):

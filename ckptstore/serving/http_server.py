@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,17 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ckptstore.backends.oserrors import translate
 from ckptstore.errors import InvalidInputError, StorageError
 from ckptstore.serving import serving_limits as limits
-from ckptstore.serving.app import ServeApp
+from ckptstore.serving.app import ServeApp, is_loopback
 from ckptstore.serving.parts_sender import SENDER, PartsSender
 from ckptstore.serving.versions import ServedVersions
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only programs of this machine reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(

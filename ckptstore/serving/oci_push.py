@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from posixpath import splitext
@@ -115,7 +116,7 @@ class _Registry:
         if self._call("HEAD", f"{blobs}/{layer['digest']}").status == 200:
             return
         answer = self._expect("POST", f"{blobs}/uploads/")
-        where = urljoin(self._base, answer.headers["Location"])
+        where = urljoin(self._base, answer.headers.get("Location", ""))
         joint = "&" if "?" in where else "?"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(layer["size"])}
         place = f"{where}{joint}digest={layer['digest']}"
@@ -166,6 +167,8 @@ class _Registry:
 
 
 _HELPER_S: Final = 30.0
+_UNLIKE: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors of JSON that is not what it should be."""
 _PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -211,10 +214,11 @@ class Login:
             return {}
         fields = {"service": asked.get("service", ""), "scope": self._scope}
         answer = self._pool.request("GET", realm, fields=fields, headers=basic)
-        if answer.status != 200:
-            return {}
-        found: dict[str, Any] = json.loads(answer.data)
-        return {"Authorization": f"Bearer {found.get('token') or found.get('access_token')}"}
+        word = None
+        with suppress(*_UNLIKE):  # what is no token is as none
+            found: dict[str, Any] = json.loads(answer.data) if answer.status == 200 else {}
+            word = found.get("token") or found.get("access_token")
+        return {"Authorization": f"Bearer {word}"} if word else {}
 
     def _basic(self) -> dict[str, str]:
         """Return the header of name and password; empty if none are kept."""
@@ -226,7 +230,7 @@ class Login:
             word = kept.get("auths", {}).get(self._host, {}).get("auth")
             if not word and helper:
                 word = self._ask(helper)
-        except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        except (OSError, *_UNLIKE, subprocess.SubprocessError) as error:
             msg = f"the login to {self._host} cannot be read from {file}: {error!s:.200}"
             raise StoragePermissionError(msg, hint=f"docker login {self._host}") from error
         return {"Authorization": f"Basic {word}"} if word else {}

@@ -129,8 +129,10 @@ def test_unsafe_settings_are_refused(
 
 def test_a_name_of_another_site_is_refused(server: Server) -> None:
     """Without a token, a page of another site that reaches loopback by its name gets nothing."""
-    assert server.get("/api/models/gpt", Host="evil.example:8765")[0] == 421
-    assert server.get("/api/models/gpt", Host="localhost:8765")[0] == 200
+    for host in ("evil.example:8765", "127.0.0.1.evil.example", "::1", "[::1", "10.0.0.1"):
+        assert server.get("/api/models/gpt", Host=host)[0] == 421, host
+    for host in ("localhost:8765", "127.0.0.1", "127.0.0.2:80", "[::1]", "[::1]:8765"):
+        assert server.get("/api/models/gpt", Host=host)[0] == 200, host
 
 
 def test_bombs_of_headers_and_bodies_are_cut(server: Server) -> None:

@@ -43,6 +43,8 @@ class Place:
     uploads: int = 0
     word: str = ""
     """Name and password that the token server of the registry wants; empty for no login."""
+    token: object = field(default_factory=lambda: {"token": "of the registry"})
+    """The answer of the token server."""
     refused: int = 0
     """Status with which uploads are answered; 0 for none."""
     base: str = ""
@@ -91,7 +93,7 @@ def _registry(
         known = base64.b64encode(place.word.encode()).decode()
         assert query["scope"] == ["repository:team/gpt:pull,push"]
         good = on.headers.get("Authorization") == f"Basic {known}"
-        on.answer(200 if good else 401, {"token": "of the registry"} if good else {})
+        on.answer(200 if good else 401, place.token if good else {})
     elif place.word and on.headers.get("Authorization") != "Bearer of the registry":
         challenge = f'Bearer realm="{place.base}/v2/token",service="registry"'
         on.answer(401, **{"WWW-Authenticate": challenge})
@@ -288,9 +290,15 @@ def test_a_registry_with_tokens(
     push(store, "gpt@3", f"oci://{host}/team/gpt:1")
 
     assert "1" in place.manifests
-    (tmp_path / ".docker" / "config.json").write_text("[1]")
-    with pytest.raises(StoragePermissionError, match=r"config\.json"):
-        push(store, "gpt@3", f"oci://{host}/team/gpt:2")
+    for answer in (b"<html>", [], {}, {"token": None}):
+        place.token = answer
+        with pytest.raises(StoragePermissionError, match="answered 401"):
+            push(store, "gpt@3", f"oci://{host}/team/gpt:2")
+    helper.write_text("#!/bin/sh\necho '{}'\n")
+    for text in ("[1]", "{", '{"auths": []}', '{"credsStore": "kept"}'):
+        (tmp_path / ".docker" / "config.json").write_text(text)
+        with pytest.raises(StoragePermissionError, match=r"config\.json"):
+            push(store, "gpt@3", f"oci://{host}/team/gpt:2")
 
 
 def test_damage_is_never_shown(store: ckptstore.Store, place: Place, tmp_path: Path) -> None:
