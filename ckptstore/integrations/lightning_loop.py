@@ -103,8 +103,7 @@ class LoopIO:
         self._trainer: Callable[[], Any] = lambda: None
         self._validated: dict[str, int] = {}
         self._told = False
-        self._pending: PendingSave | None = None
-        self._shards: tuple[str, sharded.PendingShards] | None = None
+        self._pending: tuple[str, PendingSave | sharded.PendingShards] | None = None
         self._outdated: list[str] = []
         self._own: dict[str, str] = {}
         self.noted: dict[str, Any] = {}
@@ -195,12 +194,11 @@ class LoopIO:
         if sharded.has_parts(checkpoint["state_dict"]):
             keys = ("state_dict", "optimizer_states")
             wanted["background"] = self._background
-            self._shards = name, sharded.save_parts(self.run, checkpoint, keys, **wanted)
+            self._pending = name, sharded.save_parts(self.run, checkpoint, keys, **wanted)
             if not self._background:
                 self._settle()
         elif self._background:
-            self._pending = self.run.save_async(checkpoint, **wanted)
-            self._own[name] = self._pending.version_id
+            self._pending = name, self.run.save_async(checkpoint, **wanted)
         else:
             self._own[name] = self.run.save(checkpoint, **wanted).id
         if earlier is not None:  # Lightning would have replaced a file of this name
@@ -267,6 +265,8 @@ class LoopIO:
         if _handed_over(name):
             Path(name).unlink()
             return
+        if self._is_saving(name):
+            self._settle()
         one = self._own.pop(name, None)
         if one is None and (found := self._named(name)) is not None:
             one = found.id
@@ -276,14 +276,17 @@ class LoopIO:
     def has_saved(self, path: str | os.PathLike[str], trainer: object = None) -> bool:
         """Return whether a version has Lightning's name `path`. All ranks call it."""
         name = os.fspath(path)
-        pending = self._shards is not None and self._shards[0] == name
-        return from_first(lambda: pending or name in self._own or self._named(name) is not None)
+        known = self._is_saving(name) or name in self._own
+        return from_first(lambda: known or self._named(name) is not None)
 
     def teardown(self) -> None:
         """Wait until all saves are durable, and raise their error if one failed."""
         self._settle()
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _is_saving(self, name: str) -> bool:
+        return self._pending is not None and self._pending[0] == name
 
     def _module(self) -> Any:  # a LightningModule, or None
         return getattr(self._trainer(), "lightning_module", None)
@@ -309,21 +312,19 @@ class LoopIO:
         return found
 
     def _settle(self) -> None:
-        """Wait for the running save; then delete the version that it replaced."""
+        """Wait for the running save; then delete the versions that it replaced: not if it fails."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-        shards, self._shards = self._shards, None
-        if shards is not None:
-            self._own[shards[0]] = shards[1].result().id
         outdated, self._outdated = self._outdated, []
+        if pending is not None:
+            name, save = pending
+            self._own[name] = save.result().id
         for one in outdated:
             self._delete(one, "Lightning replaced it")
 
     def _drop(self, one: str, reason: str) -> None:
         if self._remove == "keep" or place()[0] != 0:
             return
-        if self._pending is None and self._shards is None:
+        if self._pending is None:
             self._delete(one, reason)
         else:  # its replacement is not durable yet
             self._outdated.append(one)

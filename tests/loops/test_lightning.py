@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -13,17 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from heldback import BrokenBackend
 
 import ckptstore
+from ckptstore.backends.registry import open_backend
 from ckptstore.catalog.lifecycle_ops import Delete
 from ckptstore.errors import (
     InvalidInputError,
     MissingDependencyError,
     StateError,
+    StorageFullError,
     VersionNotFoundError,
 )
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.integrations.preemption import Preemption
+from ckptstore.repo import create_on
 from ckptstore.store import Store
 
 BATCHES = 5
@@ -393,6 +398,40 @@ def test_saves_in_the_background(kit: Package, store: Store) -> None:
     assert [version.step for version in store.versions("gpt")] == [15]
     state = store.load("gpt@latest")["state_dict"]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_version_stays_if_the_save_that_replaces_it_fails(kit: Package, tmp_path: Path) -> None:
+    """What Lightning replaced or removed during a save in the background goes only if that ends."""
+    switch = tmp_path / "broken"
+    backend = BrokenBackend(open_backend(tmp_path / "s", retry=False), errno.ENOSPC, switch)
+    with Store(create_on(backend)) as store:
+        io = kit.io(store, background=True)
+
+        def save(path: str, step: int) -> None:
+            weights = {"w": torch.full((1000,), float(step))}
+            io.save_checkpoint({"state_dict": weights, "global_step": step}, path)
+
+        for step, path in enumerate(("last", "worst", "best"), 1):
+            save(path, step)
+        io.teardown()
+        switch.touch()
+        save("last", 4)
+        io.remove_checkpoint("worst")
+        with pytest.raises(StorageFullError):
+            io.teardown()
+        io.teardown()
+        assert [version.step for version in store.versions("gpt")] == [1, 2, 3]
+        switch.unlink()
+        save("last", 5)
+        io.remove_checkpoint("best")
+        io.teardown()
+        assert [version.step for version in store.versions("gpt")] == [2, 5]
+        save("last", 6)
+        assert io.has_saved("last")
+        save("other", 7)
+        io.remove_checkpoint("last")
+        io.remove_checkpoint("other")  # the head, which stays
+        assert [version.step for version in store.versions("gpt")] == [2, 7]
 
 
 def test_hyper_parameters_come_back(kit: Package, store: Store) -> None:
