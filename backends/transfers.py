@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -178,23 +178,23 @@ class Threads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Submit a call; it sees the context of the caller."""
-        once = iter([partial(copy_context().run, fn, *args, **kwargs)])
         done = Future[R]()
+        once = iter([(partial(copy_context().run, fn, *args, **kwargs), done)])
 
-        def work() -> R:
-            for call in once:  # by a thread of the pool or the submitter, not by both
-                try:
-                    done.set_result(call())
-                except BaseException as error:  # noqa: BLE001 - for who asks for the result
-                    done.set_exception(error)
-            return done.result()
+        def work() -> None:
+            for call, told in once:  # by a thread of the pool or the submitter, not by both
+                if told.set_running_or_notify_cancel():
+                    try:
+                        told.set_result(call())
+                    except BaseException as error:  # noqa: BLE001 - for who asks for the result
+                        told.set_exception(error)
+                del call, told  # an error refers to this frame: it would keep itself
 
         try:
-            return super().submit(work)
+            super().submit(work)
         except RuntimeError:
-            with suppress(BaseException):
-                work()
-            return done
+            work()
+        return done
 
 
 @contextmanager

@@ -133,8 +133,7 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
     if report.left:
         size = sum(one.size_bytes for one in report.left)
         packs = counted(len(report.left), "pack")
-        keepers = {version for one in report.left for version in one.versions}
-        shown = sorted(names.get(version, version[:8]) for version in keepers)
+        shown = sorted({names.get(each, each[:8]) for one in report.left for each in one.versions})
         named = listed(shown, most=_LISTED)
         screen.line(f"{packs} of {bytes_text(size)} stay, since others need them: {named}")
     for one in report.skipped[:_LISTED]:

@@ -385,8 +385,7 @@ class _Run:
         grace = self.job.gc.grace
         grace_s = limits.GC_GRACE_S if grace is None else float(parse_duration(grace))
         report = store.gc(dry_run=self.dry_run, grace_s=grace_s, **self._tasks)
-        freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
-        return {"reclaimable_now_bytes": freed}
+        return {"reclaimable_now_bytes": sum(t.size_bytes for t in report.reclaimable_now.values())}
 
     def overdue(self) -> list[Overdue]:
         """Return the selected versions that are old enough, and not in the target."""

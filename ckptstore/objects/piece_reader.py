@@ -359,11 +359,11 @@ class _Reading:
 
     def _sound(self, item: ReadItem) -> bool:
         """Return whether a piece is as it should be, read again into memory of its own."""
-        failed: list[errors.CkptStoreError] = []
+        failed: list[int] = []
         again, options = [ReadItem(row=item.row, out=None, label="")], Options(workers=1)
 
-        def note(_: ReadItem, error: errors.CkptStoreError) -> None:
-            failed.append(error)
+        def note(item: ReadItem, _: errors.CkptStoreError) -> None:
+            failed.append(item.row)
 
         _read(self.table, again, self.backend, options, silent, note)
         return not failed
@@ -384,7 +384,10 @@ class _Reading:
                 lost = errors.TornStateError(msg, hint=hint)
             lost.__cause__ = error
             if self.on_failure is None:
-                raise lost
+                try:
+                    raise lost
+                finally:
+                    del lost  # it refers to this frame: it would keep itself, and all memory
             with self.lock:
                 self.on_failure(item, lost)
 

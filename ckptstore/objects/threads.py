@@ -34,7 +34,8 @@ def in_threads(
         Whether they write into memory of the caller: Ctrl-C, too, is raised when all have stopped.
     """
     taking = threading.Lock()
-    failures: list[BaseException] = []  # no event beside it: a handler of a signal may take no lock
+    # By threads. No event beside it: a handler of a signal may take no lock.
+    failures: dict[int, BaseException] = {}
 
     def loop(turn: int) -> None:
         """Take item after item, and have the other threads stop on a failure."""
@@ -46,26 +47,33 @@ def in_threads(
                 if item is None:
                     return
                 work(item)
-        except BaseException as error:
-            failures.append(error)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised by the owner
+            failures[turn] = error
 
     if count == 1:
         loop(0)
-        return
-    with (
-        interrupts_held(partial(failures.append, KeyboardInterrupt())) if fills else nullcontext(),
-        Threads(count, thread_name_prefix=name) as pool,
-    ):
-        before = giving_up.set(lambda: bool(failures))
-        try:
-            futures = [pool.submit(loop, turn) for turn in range(count)]
-            wait(futures)
-        except BaseException as error:  # Ctrl-C in the owner: the threads stop after their piece
-            failures.append(error)
-            raise
-        finally:
-            giving_up.reset(before)
-    if failures:  # one of those that no other thread caused by stopping, the same one each time
-        found = [each for future in futures if (each := future.exception())]
-        raise next((e for e in found if not isinstance(e, TransientStorageError)), failures[0])
+    else:
+        stop = partial(failures.setdefault, count, KeyboardInterrupt())
+        with (
+            interrupts_held(stop) if fills else nullcontext(),
+            Threads(count, thread_name_prefix=name) as pool,
+        ):
+            before = giving_up.set(lambda: bool(failures))
+            try:
+                wait([pool.submit(loop, turn) for turn in range(count)])
+            except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
+                stop()
+                raise
+            finally:
+                giving_up.reset(before)
+    if failures:
+        raise _taken(failures)
+
+
+def _taken(failures: dict[int, BaseException]) -> BaseException:
+    """Return the failure that no other thread caused by stopping, the same one each time.
+
+    An error refers to the frames that it passed, and keeps all memory if these refer to it.
+    """
+    found = [failures.pop(turn) for turn in sorted(failures)]
+    return next((e for e in found if not isinstance(e, TransientStorageError)), found[0])

@@ -174,8 +174,7 @@ class ServeApp:
                 raise HTTPException(421, "without a token, only names of loopback are answered")
             return None
         if s3 and not request.headers.get("authorization", "").startswith("Bearer "):
-            now_s = self._clock.now_ms() / 1000
-            if is_signed(request, self._token, now_s):
+            if is_signed(request, self._token, self._clock.now_ms() / 1000):
                 return None
             return s3_error(403, "SignatureDoesNotMatch", "sign with the token as secret key")
         if has_token(request, self._token):

@@ -71,6 +71,7 @@ async def read_ahead(
         await asyncio.gather(*coming)  # one may have failed for a window before its own
     finally:
         await asyncio.gather(*coming, return_exceptions=True)
+        coming.clear()  # an error refers to this frame: it would keep itself, and the memory
 
 
 class PartsSender:

@@ -207,6 +207,12 @@ def test_a_slow_reader_is_dropped(place: Path, tmp_path: Path) -> None:
         assert len(rest) < 20_000_000
 
 
+def _peak_kb(server: Server) -> int:
+    """Return the most memory that the server had, in KiB."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
 @pytest.mark.timeout(900)
 def test_flipped_bits_never_arrive(tmp_path: Path) -> None:
     """Whatever bit of a pack is flipped, what arrives is right, and too short if it is damaged."""
@@ -240,6 +246,7 @@ def test_flipped_bits_never_arrive(tmp_path: Path) -> None:
         pack.write_bytes(data)
         assert _fetch(server, location)[0] == whole
         assert server.logged("cut: ")
+        assert _peak_kb(server) < 300 * 1024, "what was cut stays in memory"
 
 
 def test_downloads_beside_saves_rollbacks_and_collections(tmp_path: Path) -> None:
@@ -303,8 +310,7 @@ def test_sixteen_clients_fit_into_the_memory(place: Path, tmp_path: Path) -> Non
         location = server.get(_PATH)[1]["location"]
         with ThreadPoolExecutor(16) as pool:
             found = list(pool.map(lambda _: _fetch(server, location), range(32)))
-        status = Path(f"/proc/{server.process.pid}/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0])
+        peak = _peak_kb(server)
     assert len({arrived for arrived, _ in found}) == 1
     assert all(len(arrived) == promised for arrived, promised in found)
     assert peak < 300 * 1024, peak
