@@ -29,11 +29,11 @@ class _Away(WrapperBackend):
 
     failing = ""
 
-    def around(self, what: str, key: str, call: Callable[[], T], size: int = 0) -> T:
+    def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
         """Fail, or pass on."""
-        if what == self.failing and key.startswith("packs/"):
+        if call == self.failing and key.startswith("packs/"):
             raise StorageError("away")
-        return super().around(what, key, call, size)
+        return super().around(call, key, action, size_bytes)
 
 
 @pytest.fixture

@@ -290,7 +290,8 @@ def test_a_registry_with_tokens(
     push(store, "gpt@3", f"oci://{host}/team/gpt:1")
 
     assert "1" in place.manifests
-    for answer in (b"<html>", [], {}, {"token": None}):
+    answers: list[object] = [b"<html>", [], {}, {"token": None}]
+    for answer in answers:
         place.token = answer
         with pytest.raises(StoragePermissionError, match="answered 401"):
             push(store, "gpt@3", f"oci://{host}/team/gpt:2")
