@@ -182,6 +182,7 @@ class Threads(ThreadPoolExecutor):
         once = iter([(partial(copy_context().run, fn, *args, **kwargs), done)])
 
         def work() -> None:
+            """Make the call, unless that was done or cancelled, and tell what became of it."""
             for call, told in once:  # by a thread of the pool or the submitter, not by both
                 if told.set_running_or_notify_cancel():
                     try:

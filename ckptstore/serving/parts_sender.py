@@ -51,6 +51,7 @@ async def read_ahead(
     coming = deque[asyncio.Future[tuple[Sequence[memoryview], Growing] | None]]()
 
     def read(number: int, room: Growing) -> tuple[Sequence[memoryview], Growing] | None:
+        """Read a window into memory; return its parts and the memory, None after the last."""
         with planning:  # threads come in any order
             while number not in planned and (following := next(numbered, None)):
                 planned.update([following])
