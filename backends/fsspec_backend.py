@@ -313,7 +313,7 @@ class Lender:
                 self._idle.put(held)
         try:
             yield lent
-        except Exception as error:
+        except BaseException as error:
             lost = self._system.lost(lent[0])
             if lost and shared:
                 with suppress(queue.Empty):  # another thread may be replacing it

@@ -8,9 +8,10 @@ from typing import Final, TypeAlias
 from ckptstore import errors
 
 # Refused before the server did any work: busy, or too many requests.
-_BUSY = frozenset({429, 503})
-# The server or a proxy before it failed, perhaps in the middle of the work.
-_BROKEN = frozenset({408, 500, 502, 504})
+_BUSY = frozenset({429, 503, 529})
+# The server or a proxy before it failed, perhaps in the middle of the work: 520 to 526 are answers
+# of content networks.
+_BROKEN = frozenset({408, *range(500, 600)}) - {501, 505, 507}
 
 _NO_BUCKET: Final = "create the bucket or container first; ckptstore never does"
 _CREDENTIALS: Final = "check the credentials and the bucket's policy"

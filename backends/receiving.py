@@ -13,6 +13,7 @@ from typing import Any, Final
 from ckptstore import limits
 from ckptstore.backends.scatter import skip_bytes, wanted_bytes
 from ckptstore.backends.width import moved
+from ckptstore.config import SYSTEM
 
 Arrived = Callable[[int], None]
 """Takes the number of bytes that came."""
@@ -20,18 +21,39 @@ Foreign = Any
 """An answer of urllib3, below botocore and requests, or of :mod:`ckptstore.backends.wire`."""
 
 
-def receive_into(answer: Foreign, buffers: Sequence[memoryview], arrived: Arrived = moved) -> int:
+def in_time() -> Arrived:
+    """Return a function that counts bytes as they arrive, and refuses a body that takes too long.
+
+    It raises TimeoutError.
+    """
+    began, done = SYSTEM.monotonic(), 0
+
+    def arrived(count: int) -> None:
+        nonlocal done
+        moved(count)
+        done += count
+        spent_s = SYSTEM.monotonic() - began
+        if spent_s > limits.READ_TIMEOUT_S + done / limits.READ_BYTES_PER_S_MIN:
+            raise TimeoutError(f"{done} bytes in {spent_s:.0f} s, the server is too slow")
+
+    return arrived
+
+
+def receive_into(
+    answer: Foreign, buffers: Sequence[memoryview], arrived: Arrived | None = None
+) -> int:
     """Fill `buffers` from an answer's body; return the number of bytes that are missing.
 
     The connection serves further requests if the body was read to its end, and is closed if not.
+    Raises TimeoutError if the body comes too slowly.
 
     Parameters
     ----------
     arrived
-        Called after each step with its bytes. Another one than the usual may give up a body that
-        comes too slowly: for it, a step takes what is there, or no longer than a silence may last.
+        Called after each step with its bytes; if given, a step takes what is there, or no longer
+        than a silence may last, however little a server sends at a time.
     """
-    whole = False
+    whole, each, arrived = False, arrived is not None, arrived or in_time()
     rest = [buffer for buffer in buffers if buffer.nbytes]
     try:
         below, sock = getattr(answer, "_fp", None), _socket(answer)
@@ -40,9 +62,9 @@ def receive_into(answer: Foreign, buffers: Sequence[memoryview], arrived: Arrive
             whole = _from_socket(below, sock, rest, arrived)
         else:
             readinto, at_end = _receiver(answer)
-            if arrived is not moved and isinstance(below, http.client.HTTPResponse):
+            if each and isinstance(below, http.client.HTTPResponse):
                 readinto = partial(_read_once, below)
-            while rest and (count := readinto(rest[0][: limits.STREAM_BYTES])):
+            while rest and (count := readinto(rest[0][: limits.STREAM_BYTES // 4])):
                 skip_bytes(rest, count)
                 arrived(count)
             whole = at_end()

@@ -25,6 +25,7 @@ from ckptstore.backends.s3_calls import Request, S3Calls, code_of, read_settings
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.scatter import wanted_bytes
 from ckptstore.errors import ColdObjectError, LimitError, StorageError, TransientStorageError
+from ckptstore.format.keys import PACKS_PREFIX
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
 # Endings that AWS reserves: directory buckets (S3 Express One Zone), and access points to them.
@@ -100,7 +101,8 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         None are found where the storage does not list them, or not with these credentials: then a
         rule of the bucket has to abort old ones.
         """
-        query: dict[str, Any] = {"Bucket": self._location.bucket, "Prefix": self._location.prefix}
+        prefix = self._location.prefix + PACKS_PREFIX  # other programs may use what is beside
+        query: dict[str, Any] = {"Bucket": self._location.bucket, "Prefix": prefix}
         count = 0
         while True:
             try:

@@ -34,7 +34,6 @@ Accept = Callable[[Mapping[str, Any]], None]
 _NO_CREDENTIALS: Final = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
-    boto.CredentialRetrievalError,
     boto.TokenRetrievalError,
     boto.ProfileNotFound,
 )
@@ -90,6 +89,8 @@ def translate(error: Exception, what: str, *, conditional: bool) -> errors.CkptS
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, _NO_CREDENTIALS):
         return errors.StoragePermissionError(msg, hint=_CREDENTIALS_HINT)
+    if isinstance(error, boto.CredentialRetrievalError):  # their service may be busy
+        return errors.TransientStorageError(msg, hint=_CREDENTIALS_HINT)
     if _not_sent(error):
         return errors.TransientStorageError(msg)
     if isinstance(error, _WRONG_SETTINGS):

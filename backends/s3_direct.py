@@ -19,7 +19,7 @@ import botocore.loaders
 import botocore.session
 from botocore import UNSIGNED, awsrequest
 from botocore.config import Config
-from botocore.exceptions import IncompleteReadError
+from botocore.exceptions import ConnectionClosedError, IncompleteReadError, NoCredentialsError
 
 from ckptstore import limits
 from ckptstore.backends import wire
@@ -126,6 +126,9 @@ def direct_client(settings: Settings) -> DirectCalls:
     loader = _shared_loader(session.get_config_variable("data_path"))
     session.register_component("data_loader", loader)
     client = session.create_client("s3", **settings.client, config=Config(**config))
+    unsigned = client.meta.config.signature_version is UNSIGNED
+    if client._request_signer._credentials is None and not unsigned:
+        raise NoCredentialsError  # who made them may be busy: the next request looks again
     acknowledge_at_once(client)
     chosen = config.get("s3") or {}
     sealed = not settings.anonymous and "payload_signing_enabled" not in chosen
@@ -212,6 +215,8 @@ def _hold_whole(operation_model: Foreign, response_dict: Mapping[str, Any], **_:
     pack that is cold, or a server that is too busy, for missing rights.
     """
     body, status = response_dict["body"], response_dict["status_code"]
+    if status < 200:  # Python's client skips 100 alone of those that another answer follows
+        raise ConnectionClosedError(endpoint_url="")
     if not isinstance(body, bytes) or operation_model.http.get("method") == "HEAD":
         return  # it is received elsewhere, or empty
     said = response_dict["headers"].get("content-length", "")

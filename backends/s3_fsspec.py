@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Any
 
 import s3fs
+from botocore.exceptions import HTTPClientError
 from fsspec.asyn import sync
 
 from ckptstore import limits
@@ -44,7 +45,10 @@ class S3fsCalls:
         data = b"".join(body)  # a copy: after a timeout the event loop may still be sending
         digest = hashlib.md5(data, usedforsecurity=False).digest()
         sealed = {"Body": Body(data), "ContentMD5": base64.b64encode(digest).decode()}
-        return self.call(method, request | sealed)
+        answer = self.call(method, request | sealed)
+        if "ETag" not in answer:  # aiohttp follows redirects, and a PUT becomes a GET of a page
+            raise HTTPClientError(error="an answer without ETag")
+        return answer
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""

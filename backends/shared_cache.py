@@ -285,16 +285,14 @@ class SharedCacheBackend(WrapperBackend):
             return
         read = _Read(self._folder, f"{self.url}\0{self._store_id}\0{key}", size, offset, buffers)
         left = read.unread(range(offset // _BLOCK, -(-end // _BLOCK)))
-        deadline = self._environment.monotonic() + limits.CACHE_WAIT_S
-        pause_s = limits.CACHE_POLL_S
-        while left and self._environment.monotonic() < deadline:
+        began = self._environment.monotonic()
+        while left and (waited := self._environment.monotonic() - began) < limits.CACHE_WAIT_S:
             with self._folder.claims() as claim:
                 mine = [block for block in left if claim(read.place(block))]
                 read.fetch(self.inner, key, read.unread(mine))
             left = read.unread([block for block in left if block not in mine])
             if left and not mine:
-                self._environment.sleep(pause_s)
-                pause_s = min(2 * pause_s, 16 * limits.CACHE_POLL_S)
+                self._environment.sleep(max(limits.CACHE_POLL_S, waited * limits.CACHE_POLL_SHARE))
         read.fetch(self.inner, key, left)  # a process that has stopped holds their locks
 
     def drop(self, key: str, offset: int, end: int) -> None:

@@ -28,8 +28,7 @@ from ckptstore.backends import base, bucket, wire
 from ckptstore.backends.bucket import BucketBackend, BucketLocation, CheckRange, Foreign, Wait
 from ckptstore.backends.httperrors import error_for_answer
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.receiving import Arrived, receive_into, wait_for_body
-from ckptstore.backends.width import moved
+from ckptstore.backends.receiving import Arrived, in_time, receive_into, wait_for_body
 from ckptstore.config import SYSTEM
 
 Answer = urllib3.BaseHTTPResponse | wire.HttpAnswer
@@ -277,25 +276,14 @@ def _length(headers: Mapping[str, str]) -> int | None:
 
 @contextmanager
 def _in_time(what: str) -> Iterator[Arrived]:
-    """Give a function that counts bytes as they arrive, and refuses a body that takes too long."""
-    began, done = SYSTEM.monotonic(), 0
-
-    def arrived(count: int) -> None:
-        """Count bytes of the body."""
-        nonlocal done
-        moved(count)
-        done += count
-        spent_s = SYSTEM.monotonic() - began
-        if spent_s > limits.READ_TIMEOUT_S + done / limits.WEB_BYTES_PER_S_MIN:
-            msg = f"{what}: {done} bytes in {spent_s:.0f} s, the server is too slow"
-            raise errors.TransientStorageError(msg)
-
+    """Give a function that counts bytes as they arrive; errors of the connection name `what`."""
     try:
-        yield arrived
+        yield in_time()
     except errors.CkptStoreError:
         raise
     except (exceptions.HTTPError, HTTPException, OSError) as error:
-        msg = f"{what}: the answer was cut short ({type(error).__name__})"
+        why = str(error) if isinstance(error, TimeoutError) else type(error).__name__
+        msg = f"{what}: the answer was cut short ({why})"
         raise errors.TransientStorageError(msg) from None
 
 

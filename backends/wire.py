@@ -158,9 +158,10 @@ def _write(sock: socket.socket, head: bytes, body: Buffers) -> None:
     for view in body:
         for at in range(0, len(view), limits.STREAM_BYTES):
             step = view[at : at + limits.STREAM_BYTES]
-            left -= len(step)
-            sock.sendall(step, more if left else 0)
-            moved(len(step))
+            size, left = len(step), left - len(step)
+            while step:  # each gets the timeout anew; ``sendall`` gives all of a step the same
+                step = step[sock.send(step, more if left else 0) :]
+            moved(size)
 
 
 def _broken(error: Exception) -> HTTPError:

@@ -36,6 +36,7 @@ _WAYS: Final = {
     "each rank by itself": (_RANKS, "alone"),
     "group=WORLD": (_RANKS, "group"),
     "cache_folder": (_RANKS, "cache"),
+    "from a local disk, each rank": (_RANKS, "disk"),
 }
 """By name: the number of ranks, and how they share."""
 _PACES: Final = {
@@ -71,11 +72,13 @@ def run(
     )
     memory = Path("/dev/shm")  # noqa: S108 - the cache makes a folder of its own there
     cache = memory / f"ckptstore-benchmark-{os.getpid()}"
+    local = space.fresh() / "st"
     with paced_server(Pace(ready_bytes=2 * total + (64 << 20))) as server:
-        with ckptstore.open("s3://bucket/st", create=True, codec="raw", **_options(server)) as st:
-            st.run("r").save(state, step=1)
-            stored = sum(role.stored for role in st.resolve("r@1").roles.values())
-            st.run("tiny").save({"w": torch.arange(1 << 16)}, step=1)
+        for place, options in (("s3://bucket/st", _options(server)), (str(local), {})):
+            with ckptstore.open(place, create=True, codec="raw", **options) as store:
+                store.run("r").save(state, step=1)
+                stored = sum(role.stored for role in store.resolve("r@1").roles.values())
+                store.run("tiny").save({"w": torch.arange(1 << 16)}, step=1)
         del state
         for pace in paces:
             server.pace(_PACES[pace])
@@ -83,9 +86,9 @@ def run(
             for number in range(rounds):
                 for name, (count, way) in _WAYS.items():
                     shutil.rmtree(cache, ignore_errors=True)
-                    args = (server.port, way, str(cache), digests)
+                    args = (server.port, way, str(local if way == "disk" else cache), digests)
                     found = run_ranks(_job, min(count, ranks), *args, timeout_s=900)
-                    rows[name].seconds.append(max(seconds for seconds, _ in found))
+                    rows[name].seconds.append(max(one[0] for one in found))
                     rows[name].numbers = _numbers(found, stored)
                 say(f"sharing, {pace}: round {number + 1} of {rounds}")
             result.tables[pace] = list(rows.values())
@@ -105,15 +108,16 @@ def _digests(state: object) -> dict[str, bytes]:
     }
 
 
-def _numbers(found: Sequence[tuple[float, dict[str, Any]]], stored: int) -> dict[str, float]:
-    counts = found[0][1]
+def _numbers(found: Sequence[tuple[float, float, dict[str, Any]]], stored: int) -> dict[str, float]:
+    counts = found[0][2]
     return {
         "sent_bytes": counts["sent"],
         "sent_states": counts["sent"] / stored,
         "requests": sum(counts["requests"].values()),
         "at_once": counts["at_once"],
-        "fastest_s": min(seconds for seconds, _ in found),
-        "median_s": statistics.median(seconds for seconds, _ in found),
+        "fastest_s": min(one[0] for one in found),
+        "median_s": statistics.median(one[0] for one in found),
+        "processor_s": max(one[1] for one in found),
     }
 
 
@@ -121,24 +125,28 @@ def _numbers(found: Sequence[tuple[float, dict[str, Any]]], stored: int) -> dict
 
 
 def _job(
-    me: Rank, port: int, way: str, cache: str, digests: dict[str, bytes]
-) -> tuple[float, dict[str, Any]]:
-    """Load the state; return the seconds, and on the first rank the counts of the server."""
+    me: Rank, port: int, way: str, folder: str, digests: dict[str, bytes]
+) -> tuple[float, float, dict[str, Any]]:
+    """Load the state; return seconds, processor seconds, and on the first rank server counts."""
     server = Paced(port)
-    shared: dict[str, Any] = {"cache_folder": cache} if way == "cache" else {}
+    place, options = "s3://bucket/st", _options(server)
+    if way == "disk":
+        place, options = folder, {}
+    if way == "cache":
+        options["cache_folder"] = folder
     group = dist.group.WORLD if way == "group" else None
-    with ckptstore.open("s3://bucket/st", read_only=True, **_options(server), **shared) as store:
+    with ckptstore.open(place, read_only=True, **options) as store:
         store.load("tiny@1", group=group)  # imports, connections, pools
         dist.barrier()
         if me.rank == 0:
             server.begin()
         dist.barrier()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         state = store.load("r@1", group=group)
-        seconds = time.perf_counter() - began
+        seconds, processor_s = time.perf_counter() - began, time.process_time() - used
         dist.barrier()
         counts = server.counts() if me.rank == 0 else {}
     if _digests(state) != digests:
         msg = "what was loaded is not what was saved"
         raise AssertionError(msg)
-    return seconds, counts
+    return seconds, processor_s, counts

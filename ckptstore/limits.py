@@ -63,10 +63,12 @@ CACHE_BLOCK_BYTES: Final = 1 * MIB
 CACHE_BYTES_DEFAULT: Final = 16 * GIB
 CACHE_FREE_PART: Final = 8
 CACHE_FREE_BYTES: Final = 8 * GIB
-# Seconds for which a process waits for another's block; between looks (later 16 times as many); and
-# for which what was there counts as there. Source: 1 s a block at 1 MB/s; less than any grace.
+# Seconds for which a process waits for another's block; between looks, or of what was waited this
+# share; and for which what was there counts as there. Source: 1 s a block at 1 MB/s; less than any
+# grace.
 CACHE_WAIT_S: Final = 30.0
 CACHE_POLL_S: Final = 0.003
+CACHE_POLL_SHARE: Final = 1 / 8
 CACHE_STAT_S: Final = 10.0
 # Host memory that a store keeps between saves for the base pieces of deltas. Source: a store
 # used with codec delta may hold as much between saves as during one; pieces beyond it
@@ -523,6 +525,9 @@ ENGINE_WORKERS_WAIT_S: Final = 120.0
 # to connect (a dead address must not take 8 x 60 s) and right for a slow answer.
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
+# Bytes a second of a body below which an answer is given up, after READ_TIMEOUT_S. Source: 64
+# connections share a link of 0.5 Mbit/s.
+READ_BYTES_PER_S_MIN: Final = 1 * KIB
 # Largest object that S3 copies, and so moves to another storage class, in one request. Source: the
 # reference of CopyObject. PACK_BYTES_MAX is below.
 S3_COPY_BYTES_MAX: Final = 5 * GIB
@@ -548,8 +553,6 @@ SIGNED_BODY_BYTES_MAX: Final = 1 * MIB
 
 # Redirects that one request follows. Source: a host name, a scheme and a signed place make three.
 REDIRECTS_MAX: Final = 5
-# Bytes a second below which an answer is given up, after READ_TIMEOUT_S. Source: a modem's rate.
-WEB_BYTES_PER_S_MIN: Final = 4 * KIB
 # published.json. Source: numbers of 300 bytes; 16x is slack.
 PUBLISHED_BYTES_MAX: Final = 4 * KIB
 # Commits after the newest snapshot that are read where commits cannot be listed. Source: snapshots

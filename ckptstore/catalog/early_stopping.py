@@ -8,12 +8,13 @@ that a resumed training decides as an uninterrupted one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import median
-from typing import Any, Final, Literal, Protocol, Self, get_args
+from typing import Any, Final, Literal, Protocol, Self, cast, get_args
 
-from ckptstore.errors import InvalidInputError, NotFoundError, VersionNotFoundError
+from ckptstore.catalog.metrics import best
+from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 from ckptstore.model import Version
@@ -30,6 +31,9 @@ class RunLike(Protocol):
 
     def resolve(self, ref: str | int = "latest") -> Version:
         """Return the version that a ref names."""
+
+    def versions(self) -> Sequence[Version]:
+        """Return all versions."""
 
     def rollback(self, ref: str | int, *, reason: str = "") -> object:
         """Move the head of the run."""
@@ -199,23 +203,27 @@ class EarlyStopping(_Monitor):
         ------
         InvalidInputError
             It is not tied to a run.
-        VersionNotFoundError, RunNotFoundError
+        VersionNotFoundError
             The run has no version that can be loaded.
         """
         if self._run is None:
             msg = "early stopping is not tied to a run"
             raise InvalidInputError(msg, hint="EarlyStopping.for_run(run, metric)")
-        refs: list[str | int] = [f"best:{self.monitor}", "latest"]
-        if self.best_step is not None:
-            refs = [self.best_step, f"best<={self.best_step}:{self.monitor}", *refs]
-        for ref in refs:
-            try:
-                found = self._run.resolve(ref)
-            except (NotFoundError, InvalidInputError):
-                continue
-            if found.level != "record":
+        there = [one for one in self._run.versions() if one.level != "record"]
+        line = [one for one in there if not one.abandoned]
+        step = -1 if self.best_step is None else self.best_step
+        before = [one for one in line if one.step <= step]
+        newest = sorted(before, key=lambda one: one.step)[-1:] or line[-1:]
+        exact = [one for one in there if one.step == step][-1:]
+        for found in (*exact, self._best(before), self._best(line), *newest):
+            if found is not None:
                 return found
         raise VersionNotFoundError(f"run {self._run.name!r} has no version to return to")
+
+    def _best(self, versions: Sequence[Version]) -> Version | None:
+        name = self.monitor
+        have = ((one, one.step, one.metrics[name]) for one in versions if name in one.metrics)
+        return best(have, cast("Direction", self.mode))
 
     @property
     def ref(self) -> str:
@@ -333,7 +341,7 @@ class DivergenceGuard(_Monitor):
 
     def limit(self) -> float | None:
         """Return the value from which on the next one is a spike; None during the warmup."""
-        if self._seen < self.warmup or len(self._recent) < 4:
+        if self._seen < self.warmup or len(self._recent) < min(self.warmup, self.window):
             return None
         values = [value for _, value in self._recent]
         middle = median(values)

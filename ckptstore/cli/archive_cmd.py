@@ -78,8 +78,7 @@ def archive(
     ckptstore archive --job archive.toml
     """
     output = options.output("archive")
-    chosen = any((refs, run, keep_hot, min_age))
-    _check(storage_class, job, reporting, chosen=chosen)
+    _check(storage_class, job, reporting, chosen=any((refs, run, keep_hot, min_age)))
     if job is not None:
         run_file(output, job, reporting, dry_run=dry_run)
         return
@@ -103,16 +102,14 @@ def archive(
         raise typer.Exit(PolicyError.exit_code)
 
 
-def _check(
-    storage_class: str | None, job: Path | None, reporting: JobOptions, *, chosen: bool
-) -> None:
+def _check(storage_class: str | None, job: Path | None, files: JobOptions, *, chosen: bool) -> None:
     """Refuse a command line with no selection, or with contradicting ones."""
     msg = hint = ""
     if job is not None:
         if chosen or storage_class:
             msg = "--job takes everything from its file"
             hint = "its table [archive] is for storage classes"
-    elif reporting.since or reporting.report_file or reporting.metrics:
+    elif files.since or files.report_file or files.metrics:
         msg, hint = "--since, --report and --metrics are of jobs", "give --job FILE"
     elif storage_class is None:
         msg, hint = "neither a storage class nor a job is given", "--class GLACIER, or --job FILE"
@@ -236,18 +233,16 @@ class _Success:
     target_id: str = ""
 
 
-def _leave(
-    files: JobOptions, name: str, done: JobReport | None, document: Mapping[str, Any]
-) -> None:
+def _leave(files: JobOptions, name: str, done: JobReport | None, report: Mapping[str, Any]) -> None:
     """Replace the files that a run leaves for other programs; `done` is None if it failed."""
     from ckptstore.jobs.job_outputs import replace_file
     from ckptstore.jobs.work import exposition
 
     if files.report_file is not None:
-        replace_file(files.report_file, (encode_document(document) + "\n").encode())
+        replace_file(files.report_file, (encode_document(report) + "\n").encode())
     if files.metrics is not None:
-        figures = exposition(name, done, now_s=SYSTEM.now_ms() / 1000)
-        replace_file(files.metrics, figures.encode())
+        now_s = SYSTEM.now_ms() / 1000
+        replace_file(files.metrics, exposition(name, done, now_s=now_s).encode())
 
 
 def _last_success(path: Path | None) -> _Success:

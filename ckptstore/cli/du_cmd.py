@@ -271,9 +271,7 @@ def _show_exposition(store: Store, output: Output) -> None:
 def _show_transfers(store: Store, output: Output, run: str | None) -> None:
     """Print what the last saves wrote, as their receipts say."""
     saves = store.versions(run)[-_SAVES_MAX:]
-    rows = [
-        {**documents.name_document(save), **Transfers.of(save.receipt).document()} for save in saves
-    ]
+    rows = [{**documents.name_document(x), **Transfers.of(x.receipt).document()} for x in saves]
     version = Column("VERSION", lambda row: f"{row['run']}@{row['step']}")
     columns = [
         Column(title, partial(_transfer_cell, name), right=True) for title, name in _COLUMNS.items()

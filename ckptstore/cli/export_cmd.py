@@ -112,8 +112,7 @@ def export(
         "left_out": done.left_out,
     }
     count, size = counted(done.tensors_count, "tensor"), bytes_text(done.file_bytes)
-    text = f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}"
-    output.tell(document, text)
+    output.tell(document, f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}")
     if done.left_out and not options.json:
         output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")
 

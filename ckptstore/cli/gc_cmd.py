@@ -89,9 +89,7 @@ def _draw(screen: Screen, report: GcReport) -> None:
         "YOUNG": report.young,
     }
     rows = [(kind, *(_cell(kinds, kind) for kinds in columns.values())) for kind in report.stored]
-    titles = [
-        Column(title, right=True, wrap=False, drop=_DROPPED.get(title, 0)) for title in columns
-    ]
+    titles = [Column(name, right=True, wrap=False, drop=_DROPPED.get(name, 0)) for name in columns]
     screen.table([Column("OBJECTS", wrap=False), *titles], rows)
     screen.line()
     needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
@@ -125,12 +123,10 @@ def _done(report: GcReport) -> list[str]:
     if report.dry_run:
         lines.append("nothing was changed: ckptstore gc without --dry-run does this")
     if report.again_s:
-        wait = seconds_text(report.again_s)
+        when = f"{seconds_text(report.again_s)} later"
         due = datetime.fromtimestamp(SYSTEM.now_ms() / 1000 + report.again_s, UTC)
-        when = "" if report.dry_run else f", at {time_text(due, utc=False)} or after"
-        lines.append(
-            f"run ckptstore gc again {wait} later{when}: it deletes what is condemned by then"
-        )
+        when += "" if report.dry_run else f", at {time_text(due, utc=False)} or after"
+        lines.append(f"run ckptstore gc again {when}: it deletes what is condemned by then")
     elif not report.dry_run:
         lines.append("nothing is left for a second run")
     left = report.leftovers

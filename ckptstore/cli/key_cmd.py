@@ -60,9 +60,8 @@ def key(
     _check(action, file, new_key, dry_run=dry_run)
     if file is not None:
         made = make_key_file(file)
-        document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
         output.tell(
-            document,
+            {"action": "new", "file": str(file), "key": made.id},
             f"made the key {made.id} in {file}, which only you can read",
             "keep a second copy in a safe place: what it encrypts is lost without it",
             brief=made.id,

@@ -139,8 +139,7 @@ def graph_of(store: Store, run: str | None, limit: int, *, utc: bool) -> Graph:
         v.id: 2 * v.abandoned + (bool(parents[v.id]) and chosen[parents[v.id]].run != v.run)
         for v in versions
     }
-    order = arranged(parents, first)
-    shown = [chosen[version_id] for version_id in order]
+    shown = [chosen[version_id] for version_id in arranged(parents, first)]
     return Graph(catalog, shown, parents, _events(store, versions), utc=utc)
 
 

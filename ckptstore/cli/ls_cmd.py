@@ -93,11 +93,9 @@ def ls(
         output.note("no version fits")
 
 
-def _usual_metrics(
-    runs: Sequence[RunInfo], versions: Sequence[Version], sort: str | None
-) -> list[str]:
+def _usual_metrics(runs: Sequence[RunInfo], rows: Sequence[Version], sort: str | None) -> list[str]:
     """Return the metrics worth a column: declared ones first, then those most versions have."""
-    used = Counter(name for version in versions for name in version.metrics)
+    used = Counter(name for version in rows for name in version.metrics)
     declared = {name for info in runs for name in info.metrics}
     order = sorted(used, key=lambda n: (n != sort, n not in declared, -used[n], n))
     return order[:_METRIC_COLUMNS_MAX]
@@ -189,8 +187,7 @@ class _Listing:
 
         value = version.metrics.get(name)
         text = "-" if value is None else metric_text(value)
-        best = name in self.best.get(version.id, ())
-        return Text(text + "*", "bold green") if best else text
+        return Text(text + "*", "bold green") if name in self.best.get(version.id, ()) else text
 
     def _tags(self, version: Version) -> str:
         latest = ["latest"] if version.id in self.heads else []

@@ -122,9 +122,7 @@ class Screen:
             self.console.file.write(line.rstrip() + "\n")
 
 
-def _fitting(
-    columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int
-) -> tuple[int, ...]:
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) -> list[int]:
     """Return the indices of the columns that fit into `width` characters."""
     widths = [
         max([len(column.title), *(row[place].cell_len for row in rows)])
@@ -135,7 +133,7 @@ def _fitting(
         if sum(widths[p] + _GAP for p in kept) - _GAP <= width:
             break
         kept.remove(place)
-    return tuple(kept)
+    return kept
 
 
 class Output:

@@ -41,8 +41,7 @@ def report(
     if file.suffix.lower() not in {".html", ".htm"}:
         msg = f"{file.name!r} does not end in .html"
         raise InvalidInputError(msg, hint="ckptstore report store.html")
-    output = options.output("report")
     with opened(options) as opening:
         size = write_report(opening, file, run=run)
         document = {"store": opening.url, "path": str(file), "bytes": size}
-    output.tell(document, f"{file}: {bytes_text(size)}")
+    options.output("report").tell(document, f"{file}: {bytes_text(size)}")

@@ -122,7 +122,6 @@ def undelete(
     ckptstore undelete gpt@1000
     ckptstore undelete --run gpt
     """
-    output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore log shows what was deleted")
@@ -136,7 +135,8 @@ def undelete(
             named = [full_ref(opening, ref) for ref in refs or ()]
         found = opening.undelete(named)
         lines = [f"{version_text(v)} is back{_less(v)}" for v in found]
-        output.tell({"versions": [name_document(v) for v in found]}, *lines)
+        document = {"versions": [name_document(v) for v in found]}
+        options.output("undelete").tell(document, *lines)
 
 
 def _less(version: Version) -> str:

@@ -28,7 +28,6 @@ def roles(ref: Annotated[str, typer.Argument(metavar="REF")], *, options: Common
     ckptstore roles gpt
     ckptstore roles gpt@1200 --json
     """
-    output = options.output("roles")
     with opened(options) as opening:
         version = find_version(opening, ref)
         parts: list[Any] = [
@@ -46,4 +45,4 @@ def roles(ref: Annotated[str, typer.Argument(metavar="REF")], *, options: Common
             Column("WHY", lambda part: part["why"]),
         )
 
-    output.show({"version": name_document(version), "parts": parts}, draw)
+    options.output("roles").show({"version": name_document(version), "parts": parts}, draw)

@@ -43,7 +43,6 @@ def rollback(
     """
     from ckptstore.maintenance.retention.by_hand import rollback as roll
 
-    output = options.output("rollback")
     with opened(options, writing=True) as opening:
         found = find_version(opening, ref)
         done = roll(opening.repo, found.run, found.id, reason=reason)
@@ -59,7 +58,7 @@ def rollback(
     undo = ["ckptstore", "rollback", done.head_before[:12]]
     if options.store and options.store != variable("CKPTSTORE_URL"):
         undo += ["--store", options.store]
-    output.tell(document, *_lines(done, shlex.join(undo)))
+    options.output("rollback").tell(document, *_lines(done, shlex.join(undo)))
 
 
 def _lines(done: Rolled, undo: str) -> list[str]:

@@ -38,7 +38,6 @@ def tag(
     ckptstore tag gpt@1200 release
     ckptstore tag gpt release --delete
     """
-    output = options.output("tag")
     with opened(options, writing=True) as opening:
         if delete:
             if "@" in ref or ref.startswith("#"):
@@ -57,7 +56,7 @@ def tag(
             text = f"{found.run}@{name} is step {found.step}, {found.id[:8]}"
             if was and was != found.id:
                 text += f"; it was {was[:8]}"
-        output.tell(document, text)
+        options.output("tag").tell(document, text)
 
 
 def annotate(
@@ -83,7 +82,6 @@ def annotate(
     ckptstore annotate gpt@1200 bleu=31.0
     ckptstore annotate gpt@best:val_loss --note 'the one in the paper'
     """
-    output = options.output("annotate")
     values = parse_metrics(metrics or [])
     with opened(options, writing=True) as opening:
         found = find_version(opening, ref)
@@ -92,7 +90,7 @@ def annotate(
         document = {**naming(version), "metrics": metrics_document(version.metrics)}
         known = ", ".join(f"{n} {metric_text(x)}" for n, x in sorted(version.metrics.items()))
         known = f"{known}, {note}".removeprefix(", ") if note else known
-        output.tell(document, f"{version.run}@{version.step}: {known}")
+        options.output("annotate").tell(document, f"{version.run}@{version.step}: {known}")
 
 
 def pin(
@@ -119,7 +117,6 @@ def pin(
     ckptstore pin gpt@best:val_loss
     ckptstore pin gpt@1200 --delete
     """
-    output = options.output("pin")
     if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
         msg = "name versions; or a store, with --delete --for STORE"
         raise InvalidInputError(msg, hint="ckptstore pin [--delete] REF...")
@@ -133,4 +130,4 @@ def pin(
         document = {"versions": [{**name_document(v), "pinned": v.pinned} for v in found]}
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
         lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]
-        output.tell(document, *lines)
+        options.output("pin").tell(document, *lines)

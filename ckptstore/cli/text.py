@@ -44,9 +44,7 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def version_text(version: Version) -> str:

@@ -79,7 +79,6 @@ def _frame(store: Store) -> dict[str, Any]:
     """Return what is shown, as the document."""
     catalog = store.repo.refresh()
     now_s = store.repo.environment.now_ms() / 1000
-    newest = catalog.versions(newest_first=True)
     return {
         "store": store.url,
         "commits_count": catalog.number,
@@ -93,7 +92,7 @@ def _frame(store: Store) -> dict[str, Any]:
                 "blocked_s": version.receipt.get("blocked_s", 0.0),
                 "bytes_per_s": Transfers.of(version.receipt).bytes_per_s,
             }
-            for version in islice(newest, _VERSIONS)
+            for version in islice(catalog.versions(newest_first=True), _VERSIONS)
         ],
         "replicas": [
             {

@@ -239,8 +239,7 @@ def repair(
         for place in urls:
             if not place.startswith(PREFIX):
                 others[place] = stack.enter_context(session.opened_place(place, source.given()))
-        first = next(iter(others.values()), None)
-        superblock = _mend_superblock(options, first, dry_run=dry_run)
+        superblock = _mend_superblock(options, next(iter(others.values()), None), dry_run=dry_run)
         if superblock is not None and (dry_run or not superblock.mended):
             # There is nothing to open yet: what else is wrong is found by the next call.
             document = {"store": options.store, "ok": False, "superblock": asdict(superblock)}
@@ -300,12 +299,10 @@ def _draw_origin(screen: Screen, found: SuperblockFinding) -> None:
         screen.line(f"{found.key}: from the log and a new probe; new are {', '.join(found.new)}")
 
 
-def _draw_repair(
-    screen: Screen, report: RepairReport, superblock: SuperblockFinding | None
-) -> None:
+def _draw_repair(screen: Screen, report: RepairReport, found: SuperblockFinding | None) -> None:
     """Print the mended and the lost parts."""
-    if superblock is not None:
-        _draw_origin(screen, superblock)
+    if found is not None:
+        _draw_origin(screen, found)
     if rows := _rows(report):
         screen.table([*map(Column, ("WHAT", "ID", "STATE", "TENSORS", "WHY"))], rows)
         screen.line()
@@ -328,7 +325,7 @@ def _draw_repair(
             screen.line(f"  {cold.command}", "yellow")
     elif report.commits_lost:
         return
-    elif superblock or report.problems or report.commits or report.snapshots:
+    elif found or report.problems or report.commits or report.snapshots:
         if any(commit.set_aside and not commit.mended for commit in report.commits):
             screen.line("the log goes on past a damaged record; what it held is lost", "yellow")
         done = "can be mended" if report.dry_run else "is mended"

@@ -334,6 +334,8 @@ class LoopIO:
             self._store.remove([f"#{one}"], reason=reason)
         except (errors.PolicyError, errors.VersionNotFoundError) as error:
             _log.info("%s, but it stays: %s", reason, error)
+        except errors.CkptStoreError as error:
+            _log.warning("%s, but it could not be deleted: %s", reason, error)
 
     def _named(self, name: str) -> Version | None:
         """Return the newest version of the run that Lightning saved under a name."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from ckptstore.errors import InvalidInputError, StateError
+from ckptstore.errors import InvalidInputError, SaveBusyError, StateError
 from ckptstore.integrations.dcp.reader import CkptStoreReader
 from ckptstore.integrations.dcp.writer import CkptStoreWriter
 from ckptstore.integrations.model_names import clean, may_lack, untrained
-from ckptstore.integrations.ranks import on_all, place
+from ckptstore.integrations.ranks import from_first, on_all
 from ckptstore.model import Version
 from ckptstore.store import Run
 
@@ -40,7 +40,9 @@ _Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
 Part = torch.nn.Module | _Pair
 """A model, or a model and its optimizer; the latter then counts."""
 
-_OPTIONS: Final = frozenset({"step", "metrics", "tags", "metadata", "roles", "codec", "adapters"})
+_OPTIONS: Final = frozenset(
+    {"step", "metrics", "tags", "metadata", "roles", "codec", "adapters", "retain"}
+)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -186,23 +188,27 @@ class PendingShards:
 
     _run: Run
     _saving: Future[Metadata]
-    _retain: bool
+    _heard: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over: durable, or failed."""
+        return self._saving.done()
 
     def result(self, timeout: float | None = None) -> Version:
         """Wait until the version is durable, and return it.
 
         Raises
         ------
-        TimeoutError
-            It is not durable yet.
+        SaveBusyError
+            It is still under way after `timeout`, in seconds.
         CkptStoreError
             The save failed on a rank; no version appeared.
         """
-        metadata = raised(lambda: self._saving.result(timeout))
-        retain, self._retain = self._retain, False
-        if retain and place()[0] == 0:
-            self._run._retain_after_save()
-        return self._run.resolve(f"#{metadata.storage_meta.save_id}")
+        if not wait([self._saving], timeout).done:
+            raise SaveBusyError(f"a save of {self._run.name} is still under way after {timeout} s")
+        self._heard = True
+        return self._run.resolve(f"#{raised(self._saving.result).storage_meta.save_id}")
 
 
 _running: Final[list[PendingShards]] = []
@@ -210,9 +216,12 @@ _running: Final[list[PendingShards]] = []
 
 
 def settle() -> None:
-    """Wait for the background save of sharded states, and raise its error."""
+    """Wait for the background save of sharded states; raise its error, if rank 0 has not heard."""
     while _running:
-        _running.pop().result()
+        last = _running.pop()
+        wait([last._saving])
+        if not from_first(lambda save=last: save._heard):  # type: ignore[misc]
+            last.result()
 
 
 @functools.lru_cache(maxsize=1)
@@ -227,8 +236,8 @@ def save_parts(run: Run, state: Any, keys: Sequence[str], **options: Any) -> Pen
     Parameters
     ----------
     options
-        For :class:`CkptStoreWriter`: step, metrics ...; `retain`, as for :meth:`Run.save`; and
-        `background`: return when the state was copied into host memory.
+        For :class:`CkptStoreWriter`: step, metrics, retain ...; and `background`: return when the
+        state was copied into host memory.
 
     Raises
     ------
@@ -237,7 +246,7 @@ def save_parts(run: Run, state: Any, keys: Sequence[str], **options: Any) -> Pen
     CkptStoreError
         A rank failed, with the error of the first one that did; no version appeared.
     """
-    retain, background = options.pop("retain", False), options.pop("background", False)
+    background = options.pop("background", False)
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         msg = f"{', '.join(unknown)}: not for a state of which each rank writes a part"
@@ -249,10 +258,10 @@ def save_parts(run: Run, state: Any, keys: Sequence[str], **options: Any) -> Pen
     if not background:
         saving = Future[Metadata]()
         saving.set_result(raised(lambda: state_dict_saver.save(**words)))
-        return PendingShards(run, saving, retain)
+        return PendingShards(run, saving)
     group = _group(dist.group.WORLD)
     saving = raised(lambda: state_dict_saver.async_save(**words, process_group=group))
-    _running.append(PendingShards(run, saving, retain))
+    _running.append(PendingShards(run, saving))
     return _running[0]
 
 
@@ -294,7 +303,7 @@ def fill(run: Run, ref: str, parts: Mapping[str, Part], rest: Mapping[str, Any])
     CkptStoreError
         A rank could not read it. Nothing was changed.
     """
-    settle()
+    wait([one._saving for one in _running])
     reader, content = opened(run, ref)
     _check_paths(content, parts)
     fillers: list[Filler] = [

@@ -20,6 +20,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -181,7 +182,7 @@ class StoreTrainerMixin:
             A version cannot be read or saved.
         """
         ref = "latest" if resume_from_checkpoint is True else resume_from_checkpoint
-        if not ref or Path(str(ref)).is_dir():
+        if not ref or (ref is resume_from_checkpoint and Path(str(ref)).is_dir()):
             return self._train(ref or None, kwargs)
         one = from_first(lambda: self._named(str(ref)).id)
         will_be = self.is_fsdp_enabled and (self.accelerator.is_fsdp2 or place()[1] > 1)
@@ -241,7 +242,7 @@ class StoreTrainerMixin:
     def _id_of(self, ref: str) -> str:
         try:
             return self._named(ref).id
-        except errors.VersionNotFoundError:
+        except errors.NotFoundError:
             return ""
 
     def _named(self, ref: str) -> Version:
@@ -262,7 +263,8 @@ class StoreTrainerMixin:
         if self._resumed is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
-            weights = self._resumed.pop("model")  # not held in memory for the whole training
+            again = self.args.auto_find_batch_size  # else not held for the whole training
+            weights = self._resumed["model"] if again else self._resumed.pop("model")
             into = model if model is not None else self.model
             self._fill(into, weights, self._resumed.get("version", ""))
 
@@ -289,7 +291,7 @@ class StoreTrainerMixin:
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
-        elif "scaler" in self._resumed:
+        elif "scaler" in self._resumed and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(self._resumed["scaler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -300,7 +302,7 @@ class StoreTrainerMixin:
             self._watch()  # all is restored, and nothing is drawn yet
 
     def _load_best_model(self) -> None:
-        if self._preemption is not None and self._preemption.requested:
+        if from_first(lambda: self._preemption is not None and self._preemption.requested):
             return  # preempted: no time is left, and the training resumes elsewhere
         ref = str(self.state.best_model_checkpoint)
         if Path(ref).is_dir():
@@ -346,8 +348,21 @@ class StoreTrainerMixin:
         elif not self._background:
             from_first(lambda: self._run.save(state, **wanted).id)  # all ranks raise its error
             self._rotate()
-        elif place()[0] == 0:
-            self._pending = self._run.save_async(state, **wanted)
+        else:
+            from_first(lambda: self._begin(state, wanted))
+
+    def _begin(self, state: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+        self._pending = self._run.save_async(state, **wanted)
+
+    def _finalize_training(self, *args: Any) -> Any:  # as Trainer, which would delete folders
+        self._settle()
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
 
     def _whole_state(self) -> dict[str, Any]:
         """Return the state to save as a version. All ranks call it."""
@@ -414,6 +429,12 @@ class StoreTrainerMixin:
         limit = self.args.save_total_limit
         if not limit or limit < 1 or place()[0] != 0:
             return
+        try:
+            self._delete_over(limit)
+        except errors.CkptStoreError as error:  # the next save deletes them
+            _log.warning("versions over save_total_limit stay for now: %s", error)
+
+    def _delete_over(self, limit: int) -> None:
         mine = [
             version
             for version in self._run.versions()
@@ -424,10 +445,8 @@ class StoreTrainerMixin:
         safe = {version.id for version in (*mine[-1:], *best)}
         over = len(mine) - max(limit, len(safe))
         for version in [each for each in mine if each.id not in safe][: max(0, over)]:
-            try:
+            with suppress(errors.PolicyError):  # pinned, tagged, or the only verified one
                 self._store.remove([f"#{version.id}"], reason="over save_total_limit")
-            except errors.PolicyError:
-                continue  # pinned, tagged, or the only verified one: kept on purpose
 
 
 def _check_hub(arguments: Any) -> None:  # TrainingArguments, or None for the default

@@ -527,9 +527,7 @@ def exposition(name: str, report: JobReport | None, *, now_s: float) -> str:
     if report is not None:
         figures += _figures(report)
     labels = {"job_name": name}
-    return "".join(
-        metric(f"job_{each}", "gauge", text, [(labels, value)]) for each, text, value in figures
-    )
+    return "".join(metric(f"job_{each}", "gauge", text, [(labels, x)]) for each, text, x in figures)
 
 
 def _figures(report: JobReport) -> list[tuple[str, str, float]]:

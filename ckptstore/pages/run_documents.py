@@ -264,15 +264,13 @@ def thinned(
     return [versions[number] for number in sorted(kept)]
 
 
-def nearest_kept(
-    versions: Sequence[VersionRow], kept: Container[str]
-) -> dict[str, tuple[str, int]]:
+def nearest_kept(rows: Sequence[VersionRow], kept: Container[str]) -> dict[str, tuple[str, int]]:
     """Return for each version its nearest ancestor in `kept`, and the number of those between.
 
     The ancestor is empty if no version of this run before it is kept.
     """
     found: dict[str, tuple[str, int]] = {}
-    for version in versions:
+    for version in rows:
         parent = version.parent
         above, between = found.get(parent, ("", -1))
         near = parent in found and parent in kept

@@ -162,31 +162,24 @@ class Replicas:
                     closing.callback(close, slot.repo)
 
     def add(
-        self,
-        name: str,
-        url: str | os.PathLike[str],
-        storage_options: Mapping[str, Any],
-        *,
-        create: bool,
+        self, name: str, url: str | os.PathLike[str], given: Mapping[str, Any], *, create: bool
     ) -> ReplicaInfo:
         """Give another store a name; see :meth:`ckptstore.Store.add_replica`."""
         check_replica_name(name)
         other: AbstractContextManager[Repo]
         if create:
-            other = places.open_target(self._repo, url, dry_run=False, **storage_options)
+            other = places.open_target(self._repo, url, dry_run=False, **given)
         else:
-            other = places.open_place(url, self.options(storage_options))
+            other = places.open_place(url, self.options(given))
         with other as store:
-            found, store_id = store.url, store.superblock.store_id
+            at, store_id = store.url, store.superblock.store_id
         if store_id == self._repo.superblock.store_id:
-            msg = f"{found} is this very store, or a copy of it"
+            msg = f"{at} is this very store, or a copy of it"
             hint = "a replica is a store of its own: ckptstore init URL"
             raise errors.ConflictError(msg, hint=hint)
-        self._repo.log.append_any(
-            lambda now: name_replica(now, name=name, url=found, store=store_id)
-        )
-        if storage_options:
-            self.give(name, {**storage_options, PLACE: found})
+        self._repo.log.append_any(lambda now: name_replica(now, name=name, url=at, store=store_id))
+        if given:
+            self.give(name, {**given, PLACE: at})
         return self._repo.catalog.replicas[name]
 
     def info(self, name: str) -> ReplicaInfo:
@@ -212,9 +205,7 @@ class Replicas:
             if content is None or content.manifest is not manifest:
                 content = self._content = read_content(manifest)
         except (errors.VersionNotFoundError, errors.IntegrityError) as error:
-            if not fall_through:
-                raise
-            asked = self._instead(version, error)
+            asked = self._instead(version, error) if fall_through else None
             if asked is None:
                 raise
             return asked.content()

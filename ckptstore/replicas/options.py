@@ -72,11 +72,7 @@ def open_place(url: str | os.PathLike[str], given: Mapping[str, Any]) -> Repo:
 def inherited(repo: Repo) -> dict[str, Any]:
     """Return the options that a store takes over from the one beside which it is opened."""
     own = repo.options
-    return {
-        "host_bytes": own.host_bytes,
-        "workers": own.workers,
-        "chunk_bytes": repo.superblock.chunk_bytes,
-    }
+    return {"host_bytes": own.host_bytes, "workers": own.workers, "chunk_bytes": repo.chunk_bytes}
 
 
 @contextmanager

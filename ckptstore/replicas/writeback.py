@@ -452,7 +452,7 @@ def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
     So that no save ever waits for a lock that a replication holds.
     """
     backend = StoppableBackend(repo.backend) if stoppable else repo.backend
-    options = replace(
+    own = replace(
         repo.options,
         workers=min(repo.options.workers, limits.WRITE_BACK_WORKERS),
         host_bytes=min(repo.options.host_bytes, limits.WRITE_BACK_HOST_BYTES),
@@ -461,9 +461,7 @@ def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
     def known(*_: object) -> Finding:
         return Finding(put_if_absent=repo.put_if_absent(), report={})  # probed once for both
 
-    return Repo(
-        backend, repo.superblock, environment=repo.environment, options=options, prober=known
-    )
+    return Repo(backend, repo.superblock, environment=repo.environment, options=own, prober=known)
 
 
 _all: weakref.WeakSet[WriteBack] = weakref.WeakSet()

@@ -85,10 +85,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def differences(
-    then: Sequence[Moment],
-    now: Sequence[Moment],
-    tolerance: float,
-    ignored: Sequence[AbstractSet[str]],
+    then: Sequence[Moment], now: Sequence[Moment], bound: float, ignored: Sequence[AbstractSet[str]]
 ) -> tuple[list[str], bool]:
     """Return the names of what differs between two moments, and whether numbers are only close.
 
@@ -99,7 +96,7 @@ def differences(
     ----------
     then, now
         By rank.
-    tolerance
+    bound
         Relative difference of loss and gradients that counts as close. Where one of them is only
         close, tensors that follow from it are not compared.
     ignored
@@ -121,7 +118,7 @@ def differences(
         ):
             if a is None or b is None or a == b or (isnan(a) and isnan(b)):
                 continue
-            if isclose(a, b, rel_tol=tolerance):
+            if isclose(a, b, rel_tol=bound):
                 soft = True
             else:
                 numbers.append(what)
@@ -350,9 +347,7 @@ def samples(tensors: Sequence[torch.Tensor]) -> list[bytes]:
         joined = torch.cat([taken[place] for place in places]).cpu()
         parts = torch.split(joined, [taken[place].numel() for place in places])
         data.update(zip(places, (part.numpy().tobytes() for part in parts), strict=True))
-    return [
-        f"{one.dtype}{tuple(one.shape)}".encode() + data[place] for place, one in enumerate(tensors)
-    ]
+    return [f"{one.dtype}{tuple(one.shape)}".encode() + data[at] for at, one in enumerate(tensors)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

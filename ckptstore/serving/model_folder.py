@@ -286,8 +286,7 @@ def read_kept(content: Content, repo: Repo) -> Any:  # noqa: ANN401 - plain valu
     if node is None:
         return None
     leaves = [leaf for leaf in content.leaves if leaf.path[:1] == (BESIDE,)]
-    records = content.manifest.tensors
-    sizes = {leaf.index: records[leaf.index].nbytes for leaf in leaves}
+    sizes = {leaf.index: content.manifest.tensors[leaf.index].nbytes for leaf in leaves}
     if sum(sizes.values()) > PRETRAINED_BYTES_MAX:
         msg = f"the files of the version have more than {PRETRAINED_BYTES_MAX} bytes"
         raise errors.LimitError(msg, hint="ckptstore export writes its weights")

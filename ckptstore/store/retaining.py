@@ -126,9 +126,9 @@ def rollback(self: HasVersions[RefT], ref: RefT, *, reason: str = "") -> Version
     """
     from ckptstore.maintenance.retention.by_hand import rollback
 
-    repo, version = self._session.repo, self.resolve(ref)
     if (saver := self._session.own_saver) is not None:
-        saver.wait(version.run)  # else what is under way would be newer than the rollback
+        saver.wait(self._parsed(ref).run or None)  # what is under way may be what the ref names
+    repo, version = self._session.repo, self.resolve(ref)
     resume_check.chosen(repo, version.run)
     return rollback(repo, version.run, version.id, reason=reason).target
 

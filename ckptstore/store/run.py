@@ -359,7 +359,7 @@ class Run(Shown):
         """Raise before a save that is to be followed by retention, if that could only fail."""
         from ckptstore.catalog.retention import stored_policy
 
-        if not catalog.has_run(self.name) or stored_policy(catalog, self.name) is None:
+        if stored_policy(catalog, self.name) is None:
             msg = f"run {self.name!r} has no retention policy"
             raise InvalidInputError(msg, hint="run.set_policy({'full': 'last 3'})")
 

@@ -23,9 +23,13 @@ ANSWERS: Final[dict[int, tuple[Kind, Kind]]] = {
     # status: of put_if_absent, of all other calls
     400: (errors.StorageError, errors.StorageError),
     **dict.fromkeys((401, 403), (errors.StoragePermissionError, errors.StoragePermissionError)),
-    **dict.fromkeys((409, 429, 503), (errors.TransientStorageError, errors.TransientStorageError)),
+    **dict.fromkeys(
+        (409, 429, 503, 529), (errors.TransientStorageError, errors.TransientStorageError)
+    ),
     412: (errors.ObjectExistsError, errors.StorageError),
-    **dict.fromkeys((500, 502, 504), (errors.AmbiguousWriteError, errors.TransientStorageError)),
+    **dict.fromkeys(
+        (500, 502, 504, 520, 524, 599), (errors.AmbiguousWriteError, errors.TransientStorageError)
+    ),
     501: (errors.UnsafeBackendError, errors.StorageError),
     507: (errors.StorageFullError, errors.StorageFullError),
 }
@@ -59,6 +63,16 @@ class AnswerConformance:
                 assert seen, f"{name} raised {caught.value!r} before it sent anything"
                 assert len(seen) == len(set(seen)), f"{name} repeated a request: {seen}"
 
+    @pytest.mark.parametrize("status", [301, 302, 303])
+    def test_a_page_elsewhere_is_no_success(self, status: int) -> None:
+        """A gateway may lead a write to a page of its own, which says 200: nothing was written."""
+        with _server(status) as (endpoint, seen), closing(self.backend_at(endpoint)) as backend:
+            calls = _calls(backend)
+            for name in ("put", "put_if_absent", "open_writer"):
+                with pytest.raises(errors.CkptStoreError):
+                    calls[name]()
+            assert len(seen) >= 3
+
     def test_a_server_that_is_away(self) -> None:
         """Where nothing listens, each call can be tried again: nothing can have been written."""
         with socket.socket() as taken:  # bound and not listening: a connection is refused
@@ -77,7 +91,10 @@ def _calls(backend: Backend) -> dict[str, Callable[[], object]]:
 
 @contextmanager
 def _server(status: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of a server that answers every request so, and the requests it saw."""
+    """Yield the address of a server that answers every request so, and the requests it saw.
+
+    It redirects to a page with the status 200.
+    """
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -87,7 +104,9 @@ def _server(status: int) -> Iterator[tuple[str, list[str]]]:
             """Read the body, and answer without one."""
             seen.append(self.requestline)
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
+            self.send_response(200 if self.path == "/page" else status)
+            if status in {301, 302, 303}:
+                self.send_header("Location", "/page")
             self.send_header("Content-Length", "0")
             self.end_headers()
 

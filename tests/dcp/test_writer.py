@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from heldback import BrokenBackend, HeldBackend
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,11 +19,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 import ckptstore
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.errors import StateError
+from ckptstore.errors import SaveBusyError, StateError, StorageFullError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
+from ckptstore.integrations.sharded_states import PendingShards, fill, save_parts
 from ckptstore.model import Version
-from ckptstore.repo import open_on
-from ckptstore.store import Store, resume_check
+from ckptstore.repo import create_on, open_on
+from ckptstore.store import Run, Store, resume_check
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,13 +90,83 @@ def test_a_rank_that_says_nothing_is_missed(url: str, said: int) -> None:
         assert store.resolve("gpt").step == 11
 
 
-def test_whether_to_share_travels_with_the_writer(url: str) -> None:
+def test_whether_to_share_and_to_retain_travels_with_the_writer(url: str) -> None:
     """Torch sends the writer to a process of its own, where it is the same."""
     with ckptstore.open(url) as store:
-        writer = CkptStoreWriter(store.run("gpt"), step=11, share=False)
+        writer = CkptStoreWriter(store.run("gpt", keep_last=2), step=11, share=False)
         sent = pickle.loads(pickle.dumps(writer))  # noqa: S301 - between processes, by torch
         assert sent._share is False
+        assert sent._retain is True
         sent._session.close()
+
+
+def test_what_a_run_keeps_holds_for_its_writers(url: str) -> None:
+    """``keep_last`` and `retain` are as for ``Run.save``; without a policy nothing is written."""
+
+    def saved(run: Run, step: int, retain: bool | None = None) -> list[int]:
+        writer = CkptStoreWriter(run, step=step, retain=retain)
+        save({"w": torch.arange(1e5) + step}, storage_writer=writer)
+        return [version.step for version in run.versions()]
+
+    with ckptstore.open(url) as store:
+        run = store.run("gpt", keep_last=2)
+        assert saved(run, 11) == [10, 11]
+        assert saved(run, 12) == [11, 12]
+        assert saved(run, 13, retain=False) == [11, 12, 13]
+        assert saved(store.run("gpt"), 14) == [11, 12, 13, 14]
+        assert saved(store.run("gpt"), 15, retain=True) == [14, 15]
+        with pytest.raises(CheckpointException, match="no retention policy"):
+            saved(store.run("other"), 1, retain=True)
+        assert not store.run("other").versions()
+        store.set_policy({"full": "last 1"})
+        for step in (1, 2):
+            assert saved(store.run("other"), step, retain=True) == [step]
+
+
+def test_an_error_of_a_background_save_of_parts_is_raised_once(tmp_path: Path) -> None:
+    """By its ``result``, or else by the next save; a load waits, and leaves it to that."""
+    switch = tmp_path / "broken"
+    backend = BrokenBackend(open_backend(tmp_path / "s", retry=False), errno.ENOSPC, switch)
+    model = torch.nn.Linear(4, 4)
+
+    def begin(step: int) -> PendingShards:
+        torch.nn.init.constant_(model.bias, step)
+        state = {"model": model.state_dict()}
+        return save_parts(run, state, ["model"], step=step, background=True)
+
+    with Store(create_on(backend)) as store:
+        run = store.run("gpt")
+        first = begin(1)
+        assert first.result().step == 1
+        assert first.done
+        switch.touch()
+        failed = begin(2)
+        for _ in range(2):
+            with pytest.raises(StorageFullError):
+                failed.result()
+        switch.unlink()
+        assert begin(3).result().step == 3
+        switch.touch()
+        begin(4)
+        fill(run, "latest", {"model": model}, {})
+        switch.unlink()
+        with pytest.raises(StorageFullError):
+            begin(5)
+        assert begin(6).result().step == 6
+        assert [version.step for version in run.versions()] == [1, 3, 6]
+
+
+def test_a_running_save_of_parts_is_busy(tmp_path: Path) -> None:
+    """A timeout raises what that of every pending save does; the save goes on."""
+    backend = HeldBackend(open_backend(tmp_path / "s"), tmp_path)
+    with Store(create_on(backend)) as store:
+        state = {"model": {"w": torch.ones(4)}}
+        pending = save_parts(store.run("gpt"), state, ["model"], step=1, background=True)
+        with pytest.raises(SaveBusyError, match="under way after 0 s"):
+            pending.result(0)
+        assert not pending.done
+        backend.go()
+        assert pending.result().step == 1
 
 
 def test_a_training_that_is_not_resumed_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -261,6 +261,63 @@ def test_a_best_version_that_was_removed_fails_no_training(
     assert all(torch.equal(saved[name], one) for name, one in trainer.model.state_dict().items())
 
 
+def test_a_best_version_of_another_store_fails_no_training(
+    store: Store, run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fork goes on elsewhere, where the run of the best version so far does not exist."""
+    options: Any = {
+        "eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": False, "save_total_limit": 2,
+    }  # fmt: skip
+    _trainer(run, tmp_path, Better(1, 2), **options, max_steps=8).train()
+    with ckptstore.open(tmp_path / "other", create=True) as other:
+        store.fork("gpt@8", "tuned", store=other)
+        fork = other.run("tuned")
+        trainer = _trainer(fork, tmp_path, Better(3, 4), **options, max_steps=12)
+        trainer.train(resume_from_checkpoint=True)
+        assert "the best version, gpt@4, was removed" in caplog.text
+        assert fork.resolve("latest").step == 12
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_folders_of_trainer_stay_and_names_of_refs_mean_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Who changes over in the middle: `Trainer` would compare its old folders with the best one."""
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "out" / "checkpoint-2"
+    old.mkdir(parents=True)
+    Path("latest").mkdir()
+    options: Any = {
+        "eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss", "greater_is_better": False, "save_total_limit": 1,
+        "extra": {"background": background},
+    }  # fmt: skip
+    _trainer(run, tmp_path, Better(2), **options, max_steps=4).train()
+    trainer = _trainer(run, tmp_path, Better(1), **options, max_steps=8)
+    trainer.train(resume_from_checkpoint=True)
+    assert [version.step for version in run.versions()] == [8]
+    assert trainer.args.save_total_limit == 1
+    assert old.is_dir()
+
+
+def test_a_deletion_that_fails_ends_no_training(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save before it is durable; the next one deletes what is over the limit."""
+    remove, left = Store.remove, [errors.TransientStorageError("slow down")]
+
+    def failing(self: Store, *args: Any, **options: Any) -> Any:
+        if left:
+            raise left.pop()
+        return remove(self, *args, **options)
+
+    monkeypatch.setattr(Store, "remove", failing)
+    _trainer(run, tmp_path, save_total_limit=1, max_steps=12).train()
+    assert caplog.text.count("versions over save_total_limit stay for now: slow down") == 1
+    assert [version.step for version in run.versions()] == [12]
+
+
 @pytest.mark.slow
 def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None:
     """When ``train`` returns, all versions are durable; the limit holds as well."""

@@ -114,6 +114,23 @@ def _keys(backend: FsspecBackend) -> list[str]:
     return [info.key for info in backend.list("commits/")]
 
 
+def test_a_session_that_was_interrupted_is_not_used_again() -> None:
+    """After Ctrl-C the rest of an answer may still come, which the next call would take for its."""
+    closed, made = list[object](), iter("ab")
+
+    class Noted(Ftp):
+        def close(self, fs: object) -> None:
+            closed.append(fs)
+
+    lender = Lender(lambda: (next(made), "/"), Noted())
+    with pytest.raises(KeyboardInterrupt), lender.lent():
+        raise KeyboardInterrupt
+    assert closed == ["a"]
+    for _ in range(2):
+        with lender.lent() as lent:
+            assert lent == ("b", "/")
+
+
 @pytest.mark.parametrize("reply", ["425 no data connection", "426 closed", "450 busy"])
 def test_a_failed_list_is_no_empty_folder(reply: str) -> None:
     """A temporary refusal of LIST is transient, for listings and for single names."""

@@ -55,6 +55,7 @@ ERRORS: list[Exception] = [
     boto.ReadTimeoutError(endpoint_url="x"), boto.ConnectionClosedError(endpoint_url="x"),
     boto.SSLError(endpoint_url="x", error="x"), boto.ParamValidationError(report="x"),
     boto.NoCredentialsError(), boto.ProfileNotFound(profile="x"), client_error(400, "BadDigest"),
+    boto.CredentialRetrievalError(provider="x", error_msg="x"), client_error(520, ""),
     client_error(403, "AccessDenied"), client_error(404, "NoSuchBucket"),
     client_error(418, "Teapot"), client_error(0, ""), aiohttp.ClientPayloadError(),
     aiohttp.ServerDisconnectedError(), aiohttp.ServerTimeoutError(), aiohttp.InvalidURL("x"),
@@ -351,6 +352,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     ("error", "expected"),
     [
         (boto.NoCredentialsError(), errors.StoragePermissionError),
+        (boto.CredentialRetrievalError(provider="x", error_msg="x"), errors.TransientStorageError),
         (client_error(403, "AccessDenied"), errors.StoragePermissionError),
         (client_error(400, "ExpiredToken"), errors.StoragePermissionError),
         (client_error(404, "NoSuchKey"), errors.ObjectNotFoundError),

@@ -149,6 +149,28 @@ def test_where_the_best_step_was_not_saved(store: ckptstore.Store) -> None:
     assert stop.version().step == 4
 
 
+def test_versions_without_the_metric_are_chosen_by_their_step(store: ckptstore.Store) -> None:
+    """The newest before the best step, not the head, which is trained too long; no record."""
+    run = store.run("gpt", metrics={"loss": "min"})
+    stop = EarlyStopping.for_run(run, "loss")
+    for step in (250, 500, 750, 1000):
+        _save(run, step)
+    stop.update(600, 1.0)
+    assert stop.version().step == 500
+    run.rollback(250)
+    assert stop.version().step == 250, "what a rollback abandoned is not returned to"
+
+
+def test_the_mode_counts_where_the_run_has_no_direction(store: ckptstore.Store) -> None:
+    """The best version by the metric is found all the same."""
+    run = store.run("gpt")
+    stop = EarlyStopping.for_run(run, "loss", mode="max")
+    for step, value in ((1, 1.0), (2, 3.0), (3, 2.0)):
+        _save(run, step, value)
+    stop.update(9, 5.0)
+    assert stop.version().step == 2
+
+
 def test_a_step_that_was_saved_again_is_named_by_its_id(store: ckptstore.Store) -> None:
     """The ref means the version, not only the step."""
     run = store.run("gpt", metrics={"loss": "min"})
@@ -224,6 +246,20 @@ def test_patience_and_warmup() -> None:
     values = [*_curve(100), 9.0, 1.2, 9.0, 9.0, 9.0]
     assert _kinds(DivergenceGuard("loss", patience=2), values)[-5:] == ["ok"] * 4 + ["spike"]
     assert set(_kinds(DivergenceGuard("loss", warmup=20), [1.0] * 19 + [50.0])) == {"ok"}
+
+
+def test_a_rollback_begins_the_warmup_anew(store: ckptstore.Store) -> None:
+    """The values after it are judged once there are as many as at the beginning."""
+    run = store.run("gpt", metrics={"loss": "min"})
+    _save(run, 0)
+    guard = DivergenceGuard.for_run(run, "loss", rollback_to="latest")
+    for step, value in enumerate(_curve(100), 1):
+        guard.update(step, value)
+    assert guard.update(101, math.nan).version == run.head
+    for step in range(1, 20):
+        assert guard.update(step, 3.0 + step * 1e-4).limit is None
+    guard.update(20, 3.0)
+    assert guard.update(21, 50.0).kind == "spike"
 
 
 def test_it_rolls_back_by_itself(store: ckptstore.Store) -> None:

@@ -112,7 +112,7 @@ def test_a_log_that_fails_ends_no_save(tmp_path: Path) -> None:
 def test_a_rollback_waits_for_what_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that began before it is not newer than it."""
+    """A save that began before it is not newer than it, and is what ``latest`` names."""
     waited, wait, write = threading.Event(), Saver.wait, save_job.write_job
 
     def waits(self: Saver, run: str | None = None) -> None:
@@ -133,6 +133,13 @@ def test_a_rollback_waits_for_what_is_under_way(
         waited.set()
         pending.result()
         assert run.resolve("latest").step == 1
+        waited.clear()
+        run.save_async({"w": torch.zeros(2)}, step=3)
+        assert run.rollback("latest").step == 3
+        waited.clear()
+        new = store.run("b")
+        new.save_async({"w": torch.zeros(2)}, step=1)
+        assert new.rollback("latest").step == 1
 
 
 def test_a_single_writer_knows_its_commit_after_a_lost_answer(

@@ -18,7 +18,7 @@ import pytest
 import urllib3
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.awsrequest import AWSResponse
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ConnectionClosedError, NoCredentialsError
 from simulated_environment import SimulatedEnvironment
 from urllib3.exceptions import ProtocolError
 
@@ -30,7 +30,7 @@ from ckptstore.backends.s3_calls import Settings, code_of, read_settings, transl
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.config import SYSTEM
-from ckptstore.errors import InvalidUrlError, StorageError
+from ckptstore.errors import AmbiguousWriteError, InvalidUrlError, StorageError
 
 KEYS = {"key": "AKID", "secret": "s3cret"}
 LARGE = bytes(range(256)) * 8192
@@ -112,6 +112,11 @@ class _Pool:
         """Keep what is sent."""
         self.sent += data
 
+    def send(self, data: memoryview, *_: int) -> int:
+        """Take as much as a network might at once: a timeout is for that, not for a whole step."""
+        self.sent += data[:300_000]
+        return min(len(data), 300_000)
+
     def makefile(self, mode: str) -> io.BytesIO:
         """Return the answer, and note the request in the client's form."""
         head, _, self.wire.body = self.sent.partition(b"\r\n\r\n")
@@ -180,6 +185,34 @@ def test_anonymous_requests_have_no_signature() -> None:
     assert "authorization" not in sent
 
 
+@pytest.mark.parametrize("status", [102, 103])
+def test_an_answer_that_announces_another_is_no_success(status: int) -> None:
+    """A proxy may say first that it has begun: whether the object was written is not known."""
+    wire = Wire(endpoint_url="http://127.0.0.1:1")
+    for body in (SMALL, LARGE):
+        wire.answers = [(status, {}, b"")] * 2
+        with pytest.raises(ConnectionClosedError) as caught:
+            wire.put(body)
+        assert isinstance(translate(caught.value, "put", conditional=True), AmbiguousWriteError)
+
+
+def test_a_client_that_found_no_credentials_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service that gives them may be busy for a moment: the next request looks again."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = read_settings({"endpoint_url": "http://127.0.0.1:1"})
+    assert settings is not None
+    client = PerProcess(direct_client, settings)
+    with pytest.raises(NoCredentialsError):
+        client.get()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    assert isinstance(client.get(), DirectCalls)
+
+
 def test_requester_pays_goes_with_every_request() -> None:
     """As with s3fs."""
     assert Wire(requester_pays=True).put(SMALL)["x-amz-request-payer"] == "requester"
@@ -199,7 +232,8 @@ def test_settings_show_no_credentials() -> None:
     """Neither in a ``repr`` nor in that of the backend."""
     settings = read_settings({**KEYS, "token": "t0ken"})
 
-    shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(direct_client(Settings()))
+    client = direct_client(Settings(anonymous=True))
+    shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(client)
     assert not any(text in shown for text in ("AKID", "s3cret", "t0ken"))
 
 

@@ -74,6 +74,8 @@ class CkptStoreWriter(StorageWriter):
     share
         Share chunks with the run's head, whose manifest this rank then reads: 87 MB for 10 TB.
         False writes all chunks again.
+    retain
+        As in :meth:`ckptstore.Run.save`; of the coordinator.
     progress
         Called with the bytes done by this rank.
 
@@ -95,6 +97,7 @@ class CkptStoreWriter(StorageWriter):
         codec: str | None = None,
         adapters: Sequence[TypeAdapter] = (),
         share: bool = True,
+        retain: bool | None = None,
         progress: ProgressCallback = silent,
     ) -> None:
         check_run(run)
@@ -113,6 +116,7 @@ class CkptStoreWriter(StorageWriter):
         self._roles = dict(roles or {})
         self._adapters = tuple(adapters)
         self._share = share
+        self._retain = run._retains if retain is None else retain
         self._progress = progress
         self._began = 0.0
         self.checkpoint_id: str | os.PathLike[str] = ""
@@ -130,6 +134,7 @@ class CkptStoreWriter(StorageWriter):
             "roles": self._roles,
             "adapters": self._adapters,
             "share": self._share,
+            "retain": self._retain,
         }
         store = (self._repo.backend, self._repo.options)
         run = (self._run.name, dict(self._run._directions))
@@ -165,7 +170,8 @@ class CkptStoreWriter(StorageWriter):
         Raises
         ------
         InvalidInputError
-            A name, metric or step is not accepted; or ``use_collectives=False`` is given.
+            A name, metric or step is not accepted; ``use_collectives=False`` is given; or the
+            run has no policy to retain by.
         ReadOnlyError, UnsafeBackendError
             The store cannot be written to.
         """
@@ -184,6 +190,8 @@ class CkptStoreWriter(StorageWriter):
             self._repo.check_writable()
             self._repo.refresh()
             check_wishes(self._repo.catalog, request)
+            if self._retain:
+                self._run._check_policy(self._repo.catalog)
 
     def _request(self) -> WriteRequest:
         if self._saved_step is None:
@@ -299,6 +307,8 @@ class CkptStoreWriter(StorageWriter):
         self._session.tell_durable(done)
         metadata.storage_meta = StorageMeta(f"{done.run}@{done.step}", save_id=done.id)
         set_version(metadata)
+        if self._retain:
+            self._run._retain_after_save()
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the storage information for planners: the run and the step."""

@@ -30,7 +30,7 @@ from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_of, xxh3_64
 from ckptstore.maintenance.core.live_set import cold_packs, cold_rows
-from ckptstore.model import Version
+from ckptstore.model import Version, naming
 from ckptstore.repo import Repo
 
 PieceKey = tuple[str, int, int, bytes]
@@ -140,16 +140,8 @@ class Survey:
 
     def found(self, error: CkptStoreError, version: Version | None, tensor: str = "") -> None:
         """Note a problem."""
-        self.problems.append(
-            Problem(
-                kind=error.kind,
-                message=error.message,
-                version=version.id if version else "",
-                run=version.run if version else "",
-                step=version.step if version else -1,
-                tensor=tensor,
-            )
-        )
+        told = naming(version) if version else {"version": "", "run": "", "step": -1}
+        self.problems.append(Problem(kind=error.kind, message=error.message, tensor=tensor, **told))
 
     def share(self, version: Version) -> int:
         """Return the bytes of a version that are to be read, about those of a sample."""
@@ -194,9 +186,8 @@ class Survey:
         ids = (piece_id.tobytes() for piece_id in table.ids[part])
         keys = zip(names, table.offset[part].tolist(), table.inner[part].tolist(), ids, strict=True)
         for row, key in zip(rows, keys, strict=True):
-            if key in self.read or key in self.bad or key in self.cold_pieces:
-                continue
-            if self.sample is None or self.sample.holds(key[0], key[1]):
+            done = key in self.read or key in self.bad or key in self.cold_pieces
+            if not done and (self.sample is None or self.sample.holds(key[0], key[1])):
                 self.read.add(key)
                 chosen.append(row)
         return chosen
@@ -228,9 +219,8 @@ class Survey:
             if record.recipe is None:
                 continue
             key = recipe_key(content, index)
-            if key in but or (self.sample and not self.sample.holds(key.hex(), 0)):
-                continue
-            if self.lost(content, index):
+            chosen = self.sample is None or self.sample.holds(key.hex(), 0)
+            if not chosen or key in but or self.lost(content, index):
                 continue
             rows = content.rows(index) if self.cold_pieces else ()
             if not any(piece_key(table, row) in self.cold_pieces for row in rows):

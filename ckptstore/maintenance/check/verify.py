@@ -319,15 +319,12 @@ def _kind(key: str, condemned: Collection[str]) -> Literal["condemned", "orphan"
     return "orphan" if known else "unknown"
 
 
-def report_lost_commits(
-    survey: Survey, notices: Sequence[Notice]
-) -> errors.CorruptObjectError | None:
+def report_lost_commits(survey: Survey, left: Sequence[Notice]) -> errors.CorruptObjectError | None:
     """Report and return the damage of the log if leftovers say that it lost its end, or all."""
-    strays = [
-        n.key for n in notices if n.kind == "orphan" and keys.version_id_of(n.key) is not None
-    ]
+    repo = survey.repo
+    strays = [n.key for n in left if n.kind == "orphan" and keys.version_id_of(n.key) is not None]
     try:
-        check_log_is_whole(survey.repo, survey.repo.catalog, strays)
+        check_log_is_whole(repo, repo.catalog, strays, collecting=False, in_flight=False)
     except errors.CorruptObjectError as error:
         survey.found(error, None)
         return error
@@ -335,12 +332,7 @@ def report_lost_commits(
 
 
 def check_log_is_whole(
-    repo: Repo,
-    catalog: Catalog,
-    strays: Collection[str],
-    *,
-    collecting: bool = False,
-    in_flight: bool = False,
+    repo: Repo, catalog: Catalog, strays: Collection[str], *, collecting: bool, in_flight: bool
 ) -> None:
     """Check that no object says that commits were lost.
 
@@ -365,11 +357,9 @@ def check_log_is_whole(
         versions) came between two commits that follow each other, or after the last.
     """
     numbers = snapshot_numbers(repo.backend)
-    newest = max(numbers, default=0)
-    if newest > catalog.number and newest > repo.refresh().number:
-        what = (
-            f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
-        )
+    last = max(numbers, default=0)
+    if last > catalog.number and last > repo.refresh().number:
+        what = f"the catalog snapshot {last} is newer than the log, which ends at {catalog.number}"
     elif collecting and (other := repo.log.other_history(numbers)):
         what = f"the catalog snapshot {other} is of another history than the log's commit {other}"
     elif not catalog.number and strays and not in_flight:

@@ -228,8 +228,7 @@ class _Archiving:
         for part in batches(self.moving, limits.ARCHIVE_BATCH_PACKS):
             self._look_again()
             batch = [pack for pack in part if pack not in self.hot]
-            results = at_once(self.repo.backend, self._move, batch)
-            for pack, why in zip(batch, results, strict=True):
+            for pack, why in zip(batch, at_once(self.repo.backend, self._move, batch), strict=True):
                 if why:
                     self.skipped[pack] = why
                 else:

@@ -93,14 +93,10 @@ class GcReport(Shown):
 
     def _summary(self) -> HtmlTable:
         columns = ("stored", "live", "condemned", "swept", "young")
-        sizes = {
-            name: {k: t.size_bytes for k, t in getattr(self, name).items()} for name in columns
-        }
-        total = {name: bytes_text(sum(sizes[name].values())) for name in columns}
+        sizes = {one: {k: t.size_bytes for k, t in getattr(self, one).items()} for one in columns}
+        text = {one: bytes_text(sum(sizes[one].values())) for one in columns}
         dry = "dry run: " if self.dry_run else ""
-        title = (
-            f"{dry}{total['condemned']} condemned, {total['swept']} deleted, {total['live']} live"
-        )
+        title = f"{dry}{text['condemned']} condemned, {text['swept']} deleted, {text['live']} live"
         rows = [(k, *(bytes_text(sizes[x].get(k, 0)) for x in columns)) for k in self.stored]
         return HtmlTable(title=title, columns=("OBJECTS", *map(str.upper, columns)), rows=rows)
 
@@ -168,8 +164,7 @@ class Candidates:
 
     def _condemned(self, now: Catalog, names: Iterable[str]) -> set[str]:
         """Return those that were condemned and not deleted, or condemned since the listing."""
-        gone = now.gone(names)
-        return {key for key in gone if key not in self.back or key in now.condemned}
+        return {key for key in now.gone(names) if key not in self.back or key in now.condemned}
 
 
 @dataclass(slots=True)
@@ -254,10 +249,8 @@ class Collection:
             strays = [key for key in before["orphans"] if keys.version_id_of(key) is not None]
             in_flight = self.orphan_age_s <= 0
             check_log_is_whole(repo, catalog, strays, collecting=True, in_flight=in_flight)
-        age_s = max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
-        left = repo.backend.remove_leftovers(
-            modified_before=self.found.now_s - age_s, dry_run=self.dry_run
-        )
+        before_s = self.found.now_s - max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
+        left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=self.dry_run)
         if self.dry_run:
             self.condemned, self.swept = condemnable, [*before["reclaimable_now"]]
         elif idle is None:
@@ -405,12 +398,10 @@ class Collection:
         """Store deltas by themselves whose bases nothing else needs."""
         if self.repack_below is None:
             return Rebased()
-        catalog = self.repo.refresh()
-        rebased = rebase(
-            *(self.repo, self.reach, catalog), dry_run=self.dry_run, progress=self.progress
-        )
+        now = self.repo.refresh()
+        rebased = rebase(self.repo, self.reach, now, dry_run=self.dry_run, progress=self.progress)
         if not rebased.packs:
-            live = self.reach.contents(catalog)
+            live = self.reach.contents(now)
             self.settled = frozenset(details.manifest_digest for _, details in live)
         if not self.dry_run:
             self.found.dead.update(self.found.objects.keys() & map(keys.pack_key, rebased.packs))
@@ -457,8 +448,7 @@ class Collection:
 
     def _append(self, build: Build) -> bool:
         """Commit, on a full storage too; return False if there is nothing to commit."""
-        append = partial(self.repo.log.append_any, build)
-        return on_reserve(self.repo.backend, append) is not None
+        return on_reserve(self.repo.backend, partial(self.repo.log.append_any, build)) is not None
 
     def _sweep(self) -> None:
         """Delete objects that any collection condemned long enough ago, then commit that."""
@@ -509,9 +499,7 @@ class Collection:
             info = self.found.objects.get(key)
             if info is not None:
                 kinds[key.partition("/")[0]].append(info.size_bytes)
-        return {
-            name: Tally(count=len(sizes), size_bytes=sum(sizes)) for name, sizes in kinds.items()
-        }
+        return {kind: Tally(count=len(part), size_bytes=sum(part)) for kind, part in kinds.items()}
 
 
 def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,9 +118,11 @@ def rebase(
             packs=packs,
         )
     rescue = Rescue(repo=repo, dry_run=False, codec="auto")
+    by_manifest: dict[int, tuple[Manifest, list[int]]] = {}
     for child in chosen.values():
         rescue.need(child.manifest, child.row)
-    for manifest, rows in _by_manifest(chosen.values()):
+        by_manifest.setdefault(id(child.manifest), (child.manifest, []))[1].append(child.row)
+    for manifest, rows in by_manifest.values():
         with contextlib.suppress(ColdObjectError):  # a piece in an archive class stays there
             rescue.fetch(manifest.pieces, rows, repo, "moved")
         done, total = len(rescue.rescued), len(chosen)
@@ -138,11 +140,10 @@ def rebase(
 
 def _families(repo: Repo, reach: Reach, catalog: Catalog) -> dict[_Chunk, _Family]:
     """Return the bases that are needed as bases only and whose children take less without them."""
-    needs = reach.of(catalog)
     families: dict[_Chunk, _Family] = {}
     needed: list[tuple[str, npt.NDArray[np.uint64]]] = []
     """Chunks that are needed as they are, whatever becomes of deltas: packs and offsets."""
-    for version, need in needs.items():
+    for version, need in reach.of(catalog).items():
         found = catalog.version(version)
         manifest = None
         if need.deltas and not found.damaged:  # one that has lost parts stays as it is
@@ -154,8 +155,7 @@ def _families(repo: Repo, reach: Reach, catalog: Catalog) -> dict[_Chunk, _Famil
         _collect(manifest, families)
         table, own = manifest.pieces, manifest.first[-1]
         for place in np.unique(table.pack[:own]):
-            rows = table.pack[:own] == place
-            needed.append((table.packs[int(place)], table.offset[:own][rows]))
+            needed.append((table.packs[int(place)], table.offset[:own][table.pack[:own] == place]))
     by_pack: dict[str, set[int]] = {}
     for pack, offset in families:
         by_pack.setdefault(pack, set()).add(offset)
@@ -177,18 +177,10 @@ def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
     for row in np.flatnonzero(table.base < len(table)).tolist():
         base = int(table.base[row])
         stored, slab, raw = (int(x[base]) for x in (table.stored, table.slab, table.raw))
-        one = _Family(stored, slab, whole=slab == raw)
-        family = families.setdefault(table.chunk_of(base), one)
+        family = families.setdefault(table.chunk_of(base), _Family(stored, slab, whole=slab == raw))
         family.children.setdefault(
             table.chunk_of(row), _Child(manifest, row, int(table.stored[row]), int(table.raw[row]))
         )
-
-
-def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]:
-    found: dict[int, tuple[Manifest, list[int]]] = {}
-    for child in children:
-        found.setdefault(id(child.manifest), (child.manifest, []))[1].append(child.row)
-    return list(found.values())
 
 
 def _change(chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]) -> Change:
@@ -200,8 +192,7 @@ def _change(chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]) -
         if table.base is None:
             return None
         places: dict[int, Location] = {}
-        rows: Sequence[int] = np.flatnonzero(table.base < len(table)).tolist()
-        for row in rows:
+        for row in np.flatnonzero(table.base < len(table)).tolist():
             place = placed.get(table.ids[row].tobytes())
             if place is not None and table.chunk_of(row) in chosen:
                 places[row] = place

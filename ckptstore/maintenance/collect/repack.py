@@ -115,9 +115,7 @@ def choose(
         size = live.size_bytes
         live_bytes += size
         info = objects.get(pack_key(pack))
-        if info is None:
-            continue
-        if is_sparse(size, info, below=below):
+        if info is not None and is_sparse(size, info, below=below):
             victims.append(Victim(pack=pack, size_bytes=info.size_bytes, live=live))
     return sorted(victims, key=lambda victim: victim.pack), live_bytes
 
@@ -151,8 +149,7 @@ def repack(
     def tell(size: int) -> None:
         progress(Progress(stage="repack", done=before + size, total=sum(sizes)))
 
-    batch_bytes = limits.GC_REPACK_BATCH_BYTES
-    for batch in grouped(victims, sizes, size=batch_bytes, count=len(victims)):
+    for batch in grouped(victims, sizes, size=limits.GC_REPACK_BATCH_BYTES, count=len(victims)):
         before = sum(victim.live_bytes for victim in whole)
         places, why = _copied(repo, batch, tell, tasks)
         moved += relocate_needing(repo, reach, places, partial(_elsewhere, places=places))
@@ -364,10 +361,9 @@ def relocate_needing(repo: Repo, reach: Reach, packs: Container[str], change: Ch
         As :meth:`ckptstore.catalog.log.Log.append`.
     """
     catalog = repo.refresh()
-    needs = reach.of(catalog)
     concerned = [
         catalog.version(version)
-        for version, need in needs.items()
+        for version, need in reach.of(catalog).items()
         if any(pack in packs for pack in need.packs)
     ]
     # Of a version that has lost parts, a relocation would say that it is mended.

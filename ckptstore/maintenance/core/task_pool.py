@@ -130,8 +130,7 @@ class Tasks:
             backend = self.storage.value
             yield from at_once(backend, partial(function, backend), items)
             return
-        sizes = [bytes_of(item) for item in items]
-        groups = grouped(items, sizes, size=bytes_max, count=count)
+        groups = grouped(items, [bytes_of(item) for item in items], size=bytes_max, count=count)
         parts = ((self.storage, function, group) for group in groups)
         for results in self.engine.map(_part_results, parts):
             yield from results

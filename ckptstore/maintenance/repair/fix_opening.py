@@ -178,9 +178,8 @@ def _refuse(backend: Backend, damage: str) -> None:
         raise errors.CorruptObjectError(msg, hint=hint)
     msg = f"there is no store at {backend.url}: neither {keys.STORE_KEY} nor a commit"
     left = any(True for prefix in keys.OBJECT_PREFIXES for _ in backend.list(prefix))
-    hint = f"create one: ckptstore init {backend.url}"
-    msg = f"{msg} that can be read"
-    raise errors.StoreNotFoundError(msg, hint="restore commits/ from a backup" if left else hint)
+    hint = "restore commits/ from a backup" if left else f"create one: ckptstore init {backend.url}"
+    raise errors.StoreNotFoundError(f"{msg} that can be read", hint=hint)
 
 
 def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Superblock | None:
@@ -353,12 +352,10 @@ def mend_keys(
     gone = [other for other in numbers if other != number]
     if not dry_run:
         verdict = PutIfAbsent(superblock.put_if_absent)
-        conditional = verdict is PutIfAbsent.ATOMIC
-        if not (kept or conditional or single_writer):
+        atomic = verdict is PutIfAbsent.ATOMIC
+        if not (kept or atomic or single_writer):
             raise unsafe(backend.url, verdict)
-        records = keyring.KeyRecords(
-            backend=backend, environment=environment, conditional=conditional
-        )
+        records = keyring.KeyRecords(backend=backend, environment=environment, conditional=atomic)
         record = sound[-1] if kept else _write_record(records, good[0], user_key, number)
         # The highest first: until then it counts, wrong as it is.
         records.delete(record, gone[::-1])

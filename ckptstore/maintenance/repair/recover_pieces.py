@@ -55,6 +55,8 @@ class Need:
     """Its bases in places where it is a delta, by their ids."""
 
 
+_Way = tuple[int, int]
+"""Codec and layout of a chunk."""
 _Members = list[tuple[int, Need]]
 """Pieces that a chunk should hold, each with its place in the decoded chunk."""
 
@@ -237,12 +239,7 @@ class Rescue:
             return  # it was cut or removed since: it has no more to offer
 
     def _take(
-        self,
-        members: _Members,
-        ways: Sequence[tuple[int, int]],
-        stored: memoryview,
-        size: int,
-        origin: str,
+        self, members: _Members, ways: Sequence[_Way], stored: memoryview, size: int, origin: str
     ) -> None:
         """Take missing pieces out of a chunk, decoded in each of some ways."""
         if all(need.piece_id in self.rescued for _, need in members):
@@ -320,7 +317,7 @@ def _legible(backend: Backend, key: str, offset: int, size: int) -> bytes:
     return bytes(memory)
 
 
-def _ways(header: bytes, stored: int, slab: int) -> list[tuple[int, int]]:
+def _ways(header: bytes, stored: int, slab: int) -> list[_Way]:
     """Return the codecs and layouts that a chunk may have: every one where its header is damaged.
 
     Parameters

@@ -28,7 +28,7 @@ from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.chunking import batches
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import FormatError, IntegrityError
-from ckptstore.events import ProgressCallback, silent
+from ckptstore.events import ProgressCallback
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Problem, Survey, piece_key
@@ -115,12 +115,7 @@ class RepairReport(Shown):
 
 @operation("repair")
 def repair(
-    repo: Repo,
-    *,
-    sources: Sequence[Repo] = (),
-    level: Level = "full",
-    dry_run: bool = False,
-    progress: ProgressCallback = silent,
+    repo: Repo, *, sources: list[Repo], level: Level, dry_run: bool, progress: ProgressCallback
 ) -> RepairReport:
     """Bring back damaged objects as far as possible, and report exactly the lost tensors.
 

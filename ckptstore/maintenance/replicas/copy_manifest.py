@@ -137,16 +137,14 @@ def transplant(
         entangled = [row for row in found if found[row] is None and _is_entangled(manifest, row)]
         found |= _rewritten(manifest, entangled, source, target)
         rewritten = frozenset(entangled)
-    missing = [row for row, place in found.items() if place is None]
+    left = [row for row, place in found.items() if place is None]
     resumed: Mapping[tuple[str, int], Placed] = {}
     if orphans is not None:
-        resumed = orphans.find(
-            source.backend, manifest.pieces, missing, named=named, without=without
-        )
+        resumed = orphans.find(source.backend, manifest.pieces, left, named=named, without=without)
     labels, owners = read_content(manifest).labels, _owners(manifest, bases)
     wants = [
         ReadItem(row=row, out=None, label=labels[int(owners[row])])
-        for row in missing
+        for row in left
         if manifest.pieces.chunk_of(row) not in resumed
     ]
     copies = copies or ChunkCopies(
@@ -161,7 +159,7 @@ def transplant(
     landed = replace(manifest, pieces=table)
     return Landed(
         manifest=landed,
-        roles=_role_bytes(landed if alone else manifest, owners, arrived if alone else missing),
+        roles=_role_bytes(landed if alone else manifest, owners, arrived if alone else left),
         receipt={
             "copy_s": target.environment.monotonic() - began,
             "pack_bytes": float(copied.pack_bytes),
@@ -244,8 +242,7 @@ def foresee(
         if place is None and piece not in planned:
             planned.add(piece)
             chunks[int(table.pack[row]), int(table.offset[row])] = int(table.stored[row])
-    total = sum(chunks.values()) + CHUNK_HEADER_BYTES * len(chunks)
-    return len(chunks), total
+    return len(chunks), sum(chunks.values()) + CHUNK_HEADER_BYTES * len(chunks)
 
 
 def _located(
@@ -490,8 +487,7 @@ class Orphans:
         """Read the indexes of the newest packs that are not known, so many as `total` may fill."""
         target = self.target
         listed: list[ObjectInfo] = []
-        tasks = Tasks.of(target)
-        for info in list_objects(tasks, PACKS_PREFIX, environment=target.environment):
+        for info in list_objects(Tasks.of(target), PACKS_PREFIX, environment=target.environment):
             pack = pack_id(info.key)
             if pack and pack not in known and info.key not in target.catalog.gone([info.key]):
                 listed.append(info)
@@ -516,8 +512,7 @@ def _indexes(
         """Read one index."""
         pack, size = item
         try:
-            size = size or backend.stat(pack_key(pack)).size_bytes
-            return pack, read_index(backend, pack, size)
+            return pack, read_index(backend, pack, size or backend.stat(pack_key(pack)).size_bytes)
         except (IntegrityError, FormatError, NotFoundError, ColdObjectError):
             return pack, []  # its chunks are copied
 

@@ -334,10 +334,9 @@ class _Evicting:
         if self.pins is None:
             return EvictReport(evicted=tuple(chosen))
         free = [one for one in chosen if not self.pins.has(one.id)]
-        records = self._let_go_before(versions, self.pins)
         return EvictReport(
             evicted=tuple(chosen),
-            pinned=tuple(one.id for one in (*records, *free)),
+            pinned=tuple(one.id for one in (*self._let_go_before(versions, self.pins), *free)),
             unpinned=tuple(self.pins.forgotten()),
         )
 

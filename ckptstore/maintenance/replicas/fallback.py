@@ -172,8 +172,7 @@ class FallThrough:
             if isinstance(found, errors.TransientStorageError):
                 return f"try again when {tier.info.url} answers"
             if isinstance(found, errors.StoreNotFoundError):
-                name = tier.info.name
-                return f"is it mounted? Where it is now: ckptstore replica add {name} URL"
+                return f"is it mounted? Where it is now: ckptstore replica add {tier.info.name} URL"
         for tier, found in self.reasons:
             if not isinstance(found, errors.VersionNotFoundError):
                 return found.hint or f"look at it: ckptstore verify --store {tier.info.url}"
@@ -373,8 +372,7 @@ class _Split:
         with FillingThreads(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
-                wanted = [new for new, _ in mapped]
-                lost = _read_here(near, wanted, backend, share, meter.part())
+                lost = _read_here(near, [new for new, _ in mapped], backend, share, meter.part())
                 if there is not None:
                     there.result()
             except BaseException:  # the other ends after its piece

@@ -176,8 +176,7 @@ class _Fork:
     def _bring(self, wanted: Manifest, without: Collection[str]) -> copy_manifest.Landed:
         """Bring the chunks of a fork that the target does not have."""
         there = self.repo if self.lender is None else self.lender.repo
-        shown = f"{self.source.run}@{self.source.step}"
-        with naming_cold(self.source.id, there.url, shown=shown):
+        with naming_cold(self.source.id, there.url, shown=f"{self.source.run}@{self.source.step}"):
             return copy_manifest.transplant(
                 wanted,
                 source=there,

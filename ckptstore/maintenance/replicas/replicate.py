@@ -341,8 +341,7 @@ class _Replication:
 
     def _bring(self, version: Version) -> bool:
         """Copy a version; return whether the target knows it now, so that no record need come."""
-        here = self.sides.target.catalog
-        if self._is_known(version) and here.version(version.id).deleted:
+        if self._is_known(version) and self.sides.target.catalog.version(version.id).deleted:
             if version.id not in self.sides.request.again:  # deleted since it was looked for
                 self._leave(version, "deleted in the target")
                 return True
@@ -436,12 +435,10 @@ class _Replication:
         if lost:
             target.log.append_any(lambda now: quarantine(now, lost))
             self.copied = [one for one in self.copied if one not in lost]
+        msg = f"it shares chunks that {target.url} has lost"
+        error = CorruptObjectError(msg, hint="mend it there: ckptstore repair")
         for one in lost:
-            msg = f"it shares chunks that {target.url} has lost"
-            self._failed(
-                target.catalog.version(one),
-                CorruptObjectError(msg, hint="mend it there: ckptstore repair"),
-            )
+            self._failed(target.catalog.version(one), error)
         return lost
 
     def _is_sound(self, version_id: str) -> bool:
@@ -455,7 +452,6 @@ class _Replication:
         source, target, request = self.sides.source, self.sides.target, self.sides.request
         copied, runs = set(self.copied), self._runs()
         kept = [run for run in runs if replica_ops.keeps_head(target.catalog, source.catalog, run)]
-        unfit = replica_ops.unfit(target.catalog, source.catalog, runs)
         return ReplicateReport(
             dry_run=request.dry_run,
             source=source.url,
@@ -473,7 +469,7 @@ class _Replication:
             noted=self.noted,
             note_failure=self.note_failure,
             heads_kept=tuple(kept),
-            metrics_left_count=unfit,
+            metrics_left_count=replica_ops.unfit(target.catalog, source.catalog, runs),
             failures=tuple(self.failures),
             seconds=seconds,
         )

@@ -7,7 +7,7 @@ crash at any moment leaves objects that nobody names, or the whole version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -81,10 +81,7 @@ class Sides:
 
 
 def bring(
-    sides: Sides,
-    version: Version,
-    near: Callable[[Version], list[Version]],
-    progress: ProgressCallback,
+    sides: Sides, version: Version, near: Callable[[Version], list[Version]], tell: ProgressCallback
 ) -> _Outcome:
     """Copy a version and commit it; return its fate, or why it failed, and the copy.
 
@@ -96,7 +93,7 @@ def bring(
     ----------
     near
         Gives the versions of the target that are likely to have chunks of one.
-    progress
+    tell
         Told how much of the version has travelled.
 
     Raises
@@ -114,7 +111,7 @@ def bring(
         tries += 1
         folded = sides.target.catalog.number
         try:
-            landed = _land(sides, version, near(version), without, progress)
+            landed = _land(sides, version, near(version), without, tell)
         except errors.ColdObjectError as error:  # of the source: the others are not held up
             return error, None
         except errors.IntegrityError as error:
@@ -122,9 +119,8 @@ def bring(
             if now.deleted or now.level == "record":
                 return "deleted in the source", None
             moved = now.manifest_digest != version.manifest_digest
-            if tries >= limits.CONDEMNED_TRIES_MAX or not (
-                moved or _has_collected(sides.target, folded)
-            ):
+            last = tries >= limits.CONDEMNED_TRIES_MAX
+            if last or not (moved or _has_collected(sides.target, folded)):
                 return error, None
             version = now
             sides.target.refresh()  # what was collected is shared no more
@@ -158,11 +154,7 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
 
 
 def _land(
-    sides: Sides,
-    version: Version,
-    near: Sequence[Version],
-    without: set[str],
-    progress: ProgressCallback,
+    sides: Sides, version: Version, near: list[Version], without: set[str], tell: ProgressCallback
 ) -> Landed:
     """Bring the chunks of a version, and read them back.
 
@@ -180,7 +172,7 @@ def _land(
         with naming_cold(version.id, sides.source.url, shown=shown):
             landed = transplant(
                 manifest, source=sides.source, target=sides.target, copies=sides.copies,
-                candidates=near, without=without, progress=progress, orphans=sides.orphans,
+                candidates=near, without=without, progress=tell, orphans=sides.orphans,
                 alone=sides.request.alone,
             )  # fmt: skip
         began = sides.target.environment.monotonic()

@@ -242,9 +242,7 @@ def _digests(content: Content) -> Callable[[Leaf], bytes]:
             record, ids = record.replace(recipe=None), b"made" + recipe.digest
         return blake3_of([msgspec.msgpack.encode(record.identity), ids])
 
-    return lambda leaf: blake3_of(
-        [of_record(leaf.index), msgspec.msgpack.encode(_plain(leaf.node))]
-    )
+    return lambda one: blake3_of([of_record(one.index), msgspec.msgpack.encode(_plain(one.node))])
 
 
 def _ids(content: Content, index: int) -> npt.NDArray[np.uint8]:

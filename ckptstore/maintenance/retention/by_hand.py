@@ -40,12 +40,7 @@ class Removal:
 
 
 def remove(
-    repo: Repo,
-    versions: Sequence[Version],
-    *,
-    reason: str = "",
-    force: bool = False,
-    dry_run: bool = False,
+    repo: Repo, versions: Sequence[Version], *, reason: str, force: bool, dry_run: bool
 ) -> list[Removal]:
     """Delete versions by a commit, all or none; a dry run says what would be in the way.
 
@@ -117,8 +112,7 @@ def _sole_verified(catalog: Catalog, chosen: Collection[str]) -> dict[str, error
         left = [version for version in versions if version.id not in going]
         if sound and left and all(version.id in going for version in sound):
             msg = f"{sound[-1].label} is the only verified one of its run"
-            hint = "verify another one first, or force it"
-            found[run] = errors.PolicyError(msg, hint=hint)
+            found[run] = errors.PolicyError(msg, hint="verify another one first, or force it")
     return found
 
 

@@ -488,8 +488,7 @@ def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
         np.concatenate([np.zeros(0, np.uint32), *raw]),
         (location_of(one.table, row) for one in placed for row in range(one.first, one.last)),
     )
-    records = tuple(one.record for one in placed)
-    return replace(old, tensors=records, first=first, pieces=pieces)
+    return replace(old, tensors=tuple(one.record for one in placed), first=first, pieces=pieces)
 
 
 def _bytes_of(manifest: Manifest, rows: npt.NDArray[np.int64] | None = None) -> int:

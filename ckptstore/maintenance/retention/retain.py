@@ -93,9 +93,7 @@ class RetainReport(Shown):
         title = f"{dry}{gone} deleted, {len(self.changes) - gone} reduced"
         title += f", {bytes_text(self.reclaimable_bytes)} for gc to free"
         every = [one for plan in self.plans for one in reversed(plan.decisions)]
-        rows = [
-            (one.version.label, one.fate, "; ".join(one.reasons), self.drops(one)) for one in every
-        ]
+        rows = [(x.version.label, x.fate, "; ".join(x.reasons), self.drops(x)) for x in every]
         return HtmlTable(title=title, columns=("VERSION", "KEPT", "WHY", "DROPS"), rows=rows)
 
     def drops(self, decision: Decision) -> str:
@@ -387,10 +385,8 @@ class _Retaining:
 
     def _build(self, now: Catalog) -> Sequence[Op]:
         gone, aged = self._todo(now)
-        ops: list[Op] = []
         self.gone = gone[: limits.VERSIONS_PER_OP_MAX]
-        if gone:
-            ops += lifecycle_ops.delete(now, self.gone, reason="retention")
+        ops = lifecycle_ops.delete(now, self.gone, reason="retention") if gone else []
         moves = [prepared.move for key, prepared in self.prepared.items() if key in aged]
         self.changed = [now.version(one) for one in (*self.gone, *(m.version for m in moves))]
         return [*ops, *relocating(now, moves)]

@@ -61,18 +61,13 @@ def wanted(
 
 
 def round_tensor(
-    record: TensorRecord,
-    source: Source,
-    encodings: Sequence[Encoding],
-    *,
-    name: str,
-    chunk_bytes: int,
+    record: TensorRecord, source: Source, tried: Sequence[Encoding], *, name: str, chunk_bytes: int
 ) -> tuple[Coding | None, list[str]]:
     """Return a tensor in the first form that holds it within its bounds, and why not in others.
 
     Parameters
     ----------
-    encodings
+    tried
         See :func:`wanted`.
     name
         Of the tensor, for errors.
@@ -86,7 +81,7 @@ def round_tensor(
     """
     elements = Elements(source)
     problems: list[str] = []
-    for encoding in encodings:
+    for encoding in tried:
         form = Form.of(encoding, signed=True)
         looked = look(source, form.step)
         form = Form.of(encoding, signed=looked.seen.negative)
