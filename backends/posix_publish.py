@@ -171,7 +171,7 @@ def _linked_after(
     Raises the true error otherwise.
     """
     links = _link_count(temp)
-    if links == 2:
+    if links == 2 and _is_same(temp, final):  # a backup of hard links may have made the second
         return True
     # SFTP has one code for every failure; sshfs makes it EPERM, even where a name is taken.
     taken = error.errno == errno.EEXIST or (error.errno == errno.EPERM and _link_count(final) > 0)
@@ -242,15 +242,27 @@ def _look_and_rename(temp: str, final: str) -> int:
 
 
 def _link_count(path: str) -> int:
-    """Return the number of a file's names, 0 if unknown; opens the file, bypassing stale caches."""
+    """Return the number of a file's names, 0 if unknown."""
+    found = _status(path)
+    return 0 if found is None else found.st_nlink
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two names are known to be of one file."""
+    found, there = _status(one), _status(other)
+    return found is not None and there is not None and os.path.samestat(found, there)
+
+
+def _status(path: str) -> os.stat_result | None:
+    """Return a file's status, None if unknown; opens the file, bypassing stale caches."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return 0
+        return None
     try:
-        return os.fstat(descriptor).st_nlink
+        return os.fstat(descriptor)
     except OSError:
-        return 0
+        return None
     finally:
         os.close(descriptor)
 

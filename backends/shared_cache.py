@@ -19,7 +19,8 @@ import logging
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -29,9 +30,10 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffers
 from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import wanted_bytes
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.config import CACHE_HINT, Environment
+from ckptstore.config import CACHE_HINT, Environment, workers_default
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX
 from ckptstore.hashing import blake3_hex
@@ -66,6 +68,9 @@ class CacheFolder:
         self._environment = environment
         self._home = Path(path).expanduser().absolute() / f"ckptstore-{os.geteuid()}"
         self._warned = False
+        self._adding = PerProcess(threading.Lock)
+        # More threads than processors only wait for the interpreter's lock (docs/design/0026).
+        self._reading = PerProcess(threading.BoundedSemaphore, workers_default())
         self._stuck = False
         """A process holds the lock of additions and does not go on; nobody waits for it again."""
         try:
@@ -73,11 +78,8 @@ class CacheFolder:
             with contextlib.suppress(FileExistsError):
                 self._home.mkdir(mode=0o700)
             self._check_safe()
-            file = self._open_locks()
-            try:
+            with self._locks() as file:
                 _lock(file, 0)
-            finally:
-                os.close(file)
         except (OSError, AttributeError) as error:  # the latter where fcntl has no such locks
             why = getattr(error, "strerror", None) or "this system lacks locks of open files"
             msg = f"the folder {path} cannot hold a cache: {why}"
@@ -97,6 +99,10 @@ class CacheFolder:
 
     def read(self, name: str, size: int, offset: int, buffers: Buffers) -> bool:
         """Fill buffers from byte `offset` of a block of `size` bytes; return whether it is here."""
+        with self._reading.get():
+            return self._read(name, size, offset, buffers)
+
+    def _read(self, name: str, size: int, offset: int, buffers: Buffers) -> bool:
         try:
             file = os.open(self._home / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -116,22 +122,25 @@ class CacheFolder:
         finally:
             os.close(file)
 
-    def put(self, name: str, parts: Buffers) -> None:
-        """Add a block, if there is room for it; failures are logged once, and cost only time."""
-        temporary = self._home / f"{name}.{self._environment.random_hex(8)}"
+    def put(self, blocks: Mapping[str, Buffers]) -> None:
+        """Add blocks, if there is room for all; failures are logged once, and cost only time."""
+        made = {self._home / f"{name}.{self._environment.random_hex(8)}": name for name in blocks}
+        sizes = {path: wanted_bytes(blocks[name]) for path, name in made.items()}
         try:
-            if not self._reserve(temporary, wanted_bytes(parts)):
-                return
-            with contextlib.suppress(FileNotFoundError):  # removed as one of the oldest
-                with open(temporary, "r+b", buffering=0, opener=_private) as file:
-                    for part in parts:
-                        left = part
-                        while left:
-                            left = left[file.write(left) :]
-                temporary.rename(self._home / name)
+            with self._adding.get():
+                added = self._reserve(sizes)
+            for path, name in made.items() if added else ():
+                with contextlib.suppress(FileNotFoundError):  # removed as one of the oldest
+                    with open(path, "r+b", buffering=0, opener=_private) as file:
+                        for part in blocks[name]:
+                            left = part
+                            while left:
+                                left = left[file.write(left) :]
+                    path.rename(self._home / name)
         except OSError as error:
-            with contextlib.suppress(OSError):  # the file system is read-only now
-                temporary.unlink(missing_ok=True)
+            for path in made:
+                with contextlib.suppress(OSError):  # the file system is read-only now
+                    path.unlink(missing_ok=True)
             self._warn(str(error))
 
     def drop(self, name: str) -> None:
@@ -146,16 +155,14 @@ class CacheFolder:
         All locks end with the block, or with the process. Where there are no locks any more, such
         as in a folder that was removed, every caller may have each.
         """
-        try:
-            file = self._open_locks()
-        except OSError as error:
-            self._warn(str(error))
-            yield lambda _: True
-            return
-        try:
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(self._locks())
+            except OSError as error:
+                self._warn(str(error))
+                yield lambda _: True
+                return
             yield partial(self._claim, file)
-        finally:
-            os.close(file)
 
     def _claim(self, file: int, place: int) -> bool:
         try:
@@ -164,22 +171,32 @@ class CacheFolder:
             self._warn(str(error))
             return True
 
-    def _open_locks(self) -> int:
-        return os.open(self._home / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    @contextmanager
+    def _locks(self) -> Iterator[int]:
+        """Open the file of locks; they end with the block, whatever process was forked in it."""
+        file = os.open(self._home / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield file
+        finally:
+            try:
+                with contextlib.suppress(OSError):
+                    _lock(file, 0, fcntl.F_UNLCK, count=0)
+            finally:
+                os.close(file)
 
-    def _reserve(self, temporary: Path, size: int) -> bool:
-        """Make the file of a block if it may be added; remove the oldest ones for it.
+    def _reserve(self, sizes: Mapping[Path, int]) -> bool:
+        """Make the files of blocks if all may be added; remove the oldest ones for them.
 
-        It has its size from the beginning, so that a count of all files includes it.
+        They have their sizes from the beginning, so that a count of all files includes them.
         """
+        size = sum(sizes.values())
         found = os.statvfs(self._home)
         free = found.f_bavail * found.f_frsize - size
         part = found.f_blocks * found.f_frsize // limits.CACHE_FREE_PART
         if free < min(part, limits.CACHE_FREE_BYTES):
             self._warn("its file system is nearly full")
             return False
-        file = self._open_locks()
-        try:
+        with self._locks() as file:
             deadline = self._environment.monotonic() + limits.CACHE_WAIT_S
             while not _lock(file, 0):
                 if self._stuck or self._environment.monotonic() > deadline:
@@ -194,11 +211,10 @@ class CacheFolder:
                 total = self._shrink(self._bytes_max - self._bytes_max // 8 - size)
             if total + size > self._bytes_max:
                 return False
-            with open(temporary, "xb", buffering=0, opener=_private) as made:
-                made.truncate(size)
+            for path, nbytes in sizes.items():
+                with open(path, "xb", buffering=0, opener=_private) as made:
+                    made.truncate(nbytes)
             os.pwrite(file, _TOTAL.pack(total + size), 0)
-        finally:
-            os.close(file)
         return True
 
     def _shrink(self, bytes_max: int) -> int:
@@ -232,10 +248,13 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _lock(file: int, place: int) -> bool:
-    """Lock a byte of a file until it is closed; return False if the byte is locked."""
+def _lock(file: int, place: int, kind: int = fcntl.F_WRLCK, count: int = 1) -> bool:
+    """Lock, or unlock, bytes of a file from a place on; return False if another has locked one.
+
+    Without a count, all that follow.
+    """
     try:
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+        request = _FLOCK.pack(kind, os.SEEK_SET, place, count, 0)
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, request)
     except OSError as error:
         if error.errno in {errno.EAGAIN, errno.EACCES}:
@@ -360,10 +379,10 @@ class _Read:
                 memoryview(bytearray(end - high)),
             ]
             inner.read_into(key, begin, parts)
-            for block in run:
-                start = block * _BLOCK - begin
-                stop = min(start + _BLOCK, end - begin)
-                self._folder.put(self.name(block), _cut(parts, start, stop))
+            starts = {block: block * _BLOCK - begin for block in run}
+            self._folder.put(
+                {self.name(n): _cut(parts, at, at + _BLOCK) for n, at in starts.items()}
+            )
 
 
 def _cut(buffers: Buffers, start: int, end: int) -> list[memoryview]:

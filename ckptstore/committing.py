@@ -61,6 +61,7 @@ def put_once(
         taken = isinstance(cause, errors.ObjectExistsError)
         try:
             if wait_until(backend, environment, is_listed) if taken else is_listed():
+                backend.make_durable([key])
                 return backend.get(key, bytes_max=bytes_max)
         except errors.ObjectNotFoundError as error:  # a listing from a cache: nothing is stored
             cause = error

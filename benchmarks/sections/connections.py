@@ -39,13 +39,15 @@ def sharing(result: Result) -> list[str]:
                 one.name,
                 *seconds(one),
                 f"{one.median / alone.median:.1f}",
+                f"{one.numbers['processor_s']:.1f}",
                 f"{one.numbers['sent_states']:.2f}",
                 f"{one.numbers['requests']:.0f}",
                 f"{one.numbers['at_once']:.0f}",
             ]
             for one in rows
         ]
-        columns = ["", "median", "min-max", "of one rank", "states sent", "requests", "at once"]
+        columns = ["", "median", "min-max", "of one rank", "processor s of a rank"]
+        columns += ["states sent", "requests", "at once"]
         blocks.append(titled(f"Connections: {pace}", table(columns, lines)))
     return blocks
 

@@ -12,6 +12,7 @@ functions return the operations for what a caller wants.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Final, TypeVar
 
@@ -233,12 +234,14 @@ def fork(
         deleted = list(catalog.versions(first.run, deleted=True))
         if deleted and not catalog.run(first.run).versions_count:
             msg += ", whose versions were all deleted"
-            hint += f", or bring them back: ckptstore undelete #{deleted[-1].id[:12]}"
+            hint += f", or bring them back: ckptstore undelete {deleted[-1].id[:12]}"
         raise ConflictError(msg, hint=hint)
     inherited = catalog.run(there(catalog, first.parent).run).metrics
     check_not_condemned(catalog, relies_on)
     metrics = {**inherited, **check_directions(directions)}
-    return [Fork(run=first.run, source=first.parent, metrics=metrics), first]
+    roles = roles_of(catalog, catalog.version(first.parent).run)
+    made = Fork(run=first.run, source=first.parent, metrics=metrics)
+    return [made, first, *inherit_roles(catalog, first.run, roles)]
 
 
 def rollback(
@@ -337,7 +340,10 @@ def undelete(
                 raise InvalidInputError(msg, hint=HINT_REDUCED)
             raise InvalidInputError(f"{version.label} is not deleted")
         check_not_condemned(catalog, needs[version_id], HINT_LATE)
-    return [Undelete(versions=part) for part in batches(wanted, limits.VERSIONS_PER_OP_MAX)]
+    # The first becomes the head of a run without: the newest, not abandoned if one is.
+    back = sorted(map(catalog.version, wanted), key=lambda one: (one.abandoned, -one.commit))
+    ids = [version.id for version in back]
+    return [Undelete(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
@@ -353,6 +359,23 @@ def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list
     if run:
         catalog.run(run)
     return [SetPolicy(run=run, policy=msgspec.Raw(encode_metadata(policy)))]
+
+
+def roles_of(catalog: Catalog, run: str) -> dict[str, str]:
+    """Return the roles that are fixed for a run, by its policy or else by the store's."""
+    found = (json.loads(text).get("roles") for text in catalog.policies(run))
+    return next(filter(None, found), {})
+
+
+def inherit_roles(target: Catalog, run: str, roles: Mapping[str, str]) -> list[Op]:
+    """Return the operation that fixes roles for a run, unless it has its own.
+
+    A fork or a copy must not lose a network that the run at its source keeps.
+    """
+    own = json.loads(target.own_policy(run) or b"{}")
+    if not roles or own.get("roles") or roles == roles_of(target, run):
+        return []
+    return [SetPolicy(run=run, policy=msgspec.Raw(encode_metadata({**own, "roles": roles})))]
 
 
 def _reason(text: str) -> str:

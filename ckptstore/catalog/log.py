@@ -321,7 +321,7 @@ class Log:
             except (errors.AmbiguousWriteError, errors.TransientStorageError) as error:
                 found = self._look(commit, error, wait=False)
                 if found is not None:
-                    return _is_mine(commit, found)
+                    return _is_mine(commit, found) and self._durable(commit)
                 if sent + 1 == limits.COMMIT_SENDS_MAX:
                     raise _unclear(commit, error.message) from error
                 self._pause(sent)
@@ -333,6 +333,14 @@ class Log:
             else:
                 return True
         raise AssertionError  # pragma: no cover - the loop has no other end
+
+    def _durable(self, commit: Commit) -> bool:
+        """Return True once a commit is durable that was read back: its folder may not be synced."""
+        try:
+            self._backend.make_durable([commit.key])
+        except errors.StorageError as error:
+            raise _unclear(commit, f"it shows, but {error.message}") from error
+        return True
 
     def _look(self, commit: Commit, cause: errors.CkptStoreError, *, wait: bool) -> Commit | None:
         """Return the stored commit of the number of `commit`; a failure to look settles nothing."""
@@ -366,7 +374,7 @@ class Log:
             raise _unclear(commit, failure.message if failure else "not listed") from failure
         if not _is_mine(commit, found):
             raise _two_writers(f"{commit.key} is another's")
-        return True
+        return failure is None or self._durable(commit)
 
     def _check_free(self, commit: Commit) -> None:
         """Raise if a single writer's next commit is there already, or listings seem incomplete.

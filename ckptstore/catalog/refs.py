@@ -209,7 +209,7 @@ def _by_id(catalog: Catalog, ref: Ref) -> Version:
     if not found:
         _missing(ref, "no id begins so", "")
     if len(found) == 1 and found[0].deleted:
-        _missing(ref, "it was deleted", f"ckptstore undelete #{found[0].id[:12]}")
+        _missing(ref, "it was deleted", f"ckptstore undelete {found[0].id[:12]}")
     if len(found) > 1:
         msg = f"{ref.text!r} is not unique: {len(found)} or more versions begin so"
         raise InvalidRefError(msg, hint="such as " + ", ".join(f"#{v.id[:16]}" for v in found[:3]))

@@ -21,7 +21,7 @@ from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern
 from ckptstore.format.renames import Renames, rename
-from ckptstore.format.roles import ROLES, RoleRules
+from ckptstore.format.roles import ROLES, Judgement, RoleRules
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, prune
 from ckptstore.model import RoleBytes
 
@@ -48,8 +48,19 @@ class Selection:
         return self.include is None and not self.exclude and self.roles is None and not self.rename
 
 
-def select(manifest: Manifest, selection: Selection, *, version: str) -> Manifest:
+def select(
+    manifest: Manifest,
+    selection: Selection,
+    *,
+    version: str,
+    fixed: Mapping[Pattern, str] | None = None,
+) -> Manifest:
     """Return the manifest of `version`, which holds a selection of another and shares its chunks.
+
+    Parameters
+    ----------
+    fixed
+        Roles that are fixed for the run of the other one.
 
     Raises
     ------
@@ -65,8 +76,9 @@ def select(manifest: Manifest, selection: Selection, *, version: str) -> Manifes
     content = read_content(manifest)
     node = content.node
     wanted = PathFilter(selection.include, selection.exclude)
-    has_role = _role_filter(content, selection.roles)
-    along = _comes_along(content, wanted, has_role, PathFilter(None, selection.exclude))
+    judged = content.judged(fixed)
+    has_role = _role_filter(content, selection.roles, judged)
+    along = _comes_along(content, judged, wanted, has_role, PathFilter(None, selection.exclude))
     node = prune(node, lambda path: (wanted(path) and has_role(path)) or along(path))
     wanted.check_all_used()
     if node == ["d"] and content.node != ["d"]:
@@ -79,12 +91,12 @@ def select(manifest: Manifest, selection: Selection, *, version: str) -> Manifes
 
 def _comes_along(
     content: Content,
+    judged: Mapping[int, Judgement],
     wanted: Callable[[Path], bool],
     has_role: Callable[[Path], bool],
     kept: Callable[[Path], bool],
 ) -> Callable[[Path], bool]:
     """Return which leaves are taken besides: what is at BESIDE and not excluded, with weights."""
-    judged = content.judged()
     weights = any(
         judged[leaf.index].role == "weights" and wanted(leaf.path) and has_role(leaf.path)
         for leaf in content.leaves
@@ -93,14 +105,15 @@ def _comes_along(
     return lambda path: weights and path[:1] == (BESIDE,) and kept(path)
 
 
-def _role_filter(content: Content, roles: Sequence[str] | None) -> Callable[[Path], bool]:
+def _role_filter(
+    content: Content, roles: Sequence[str] | None, judged: Mapping[int, Judgement]
+) -> Callable[[Path], bool]:
     if roles is None:
         return lambda path: True
     if isinstance(roles, str) or not roles or not set(roles) <= set(ROLES):
         msg = f"{roles!r} is not a list of roles"
         raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
     rules = RoleRules(node=content.node, records=content.manifest.tensors)
-    judged = content.judged()
     by_path = {leaf.path: judged[leaf.index].role for leaf in content.leaves}
     chosen = frozenset(roles)
     return lambda path: (by_path.get(path) or rules.of_plain(path)) in chosen

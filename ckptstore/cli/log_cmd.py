@@ -17,7 +17,7 @@ from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, SetAsid
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
 from ckptstore.catalog.metrics import History, Point, history
 from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
-from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
+from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Measured, Save, Tag, Untag
 from ckptstore.catalog.state import Op
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
@@ -124,7 +124,7 @@ def _op_document(op: Op) -> dict[str, Any]:
         value = getattr(op, name)
         if isinstance(value, msgspec.Raw):
             value = msgspec.json.decode(value)
-        elif name == "metrics" and isinstance(op, Save | Annotate):
+        elif name == "metrics" and isinstance(op, Measured):
             value = metrics_document(value)
         document[name] = value
     return document

@@ -102,7 +102,7 @@ def retain(
     policy = rules.policy()
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
     with opened(options, writing=True) as opening:  # a preview reads the storage's clock
-        if set_policy or clear:
+        if (set_policy or clear) and not dry_run:
             _store(opening, run, policy)
         if clear or (set_policy and not apply and not dry_run):
             document = {"run": run, "policy": policy.to_json() if policy else None}
@@ -121,7 +121,7 @@ def _check(
     what = hint = ""
     if apply and dry_run:
         what, hint = "--apply and --dry-run exclude each other", "leave one of them out"
-    elif clear and (policy or set_policy or apply):
+    elif clear and (policy or set_policy or apply or dry_run):
         what, hint = "--clear stands alone", "ckptstore retain [RUN] --clear"
     elif set_policy and policy is None:
         what, hint = "--set wants rules", "such as --full 'last 3' --weights 'best 5 val_loss'"

@@ -53,7 +53,8 @@ class Arena:
             raise LimitError(msg, hint=hint) from error
         self._pid = os.getpid()
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         if sys.platform == "linux" and not shared:  # shared memory is never copied
             with contextlib.suppress(OSError):  # an old kernel: pages are copied when written
                 self._map.madvise(_MADV_WIPEONFORK)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from ckptstore import errors, limits
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.transfers import start_thread
+from ckptstore.format.keys import commit_key
 from ckptstore.repo import Repo
 from ckptstore.saver import messages
 from ckptstore.saver.arena import Arena, Digests
@@ -239,6 +240,9 @@ class ProcessEngine:
         error: errors.SaverDiedError
         try:
             catalog = self._repo.refresh()
+            found = catalog.find(waiting.version)
+            if found is not None:  # perhaps not durable: the writer may have died just before
+                self._repo.backend.make_durable([commit_key(found.commit)])
         except errors.CkptStoreError as unread:
             msg = f"{self.gone}; whether {waiting.version} appeared is not known: {unread.message}"
             error = errors.SaverDiedError(msg, hint="look at the versions of the run")

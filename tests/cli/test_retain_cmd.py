@@ -66,6 +66,12 @@ def test_retain_stores_a_policy_and_takes_it_away(cli: Cli, store_path: Path) ->
         "gpt": {"full": ["last 1"], "weights": ["best 1 val_loss"]},
         "lora": {"full": ["last 9"]},
     }
+    assert cli("retain", "gpt", "--clear", "--dry-run", "-s", store_path).code == 2
+    foreseen = cli(
+        "retain", "gpt", "--full", "last 2", "--set", "--dry-run", "--json", "-s", store_path
+    ).document
+    assert (foreseen["dry_run"], foreseen["deleted_count"]) == (True, 2)
+    assert cli("retain", "--json", "-s", store_path).document["runs"] == shown["runs"]
     assert cli("retain", "gpt", "--clear", "-s", store_path).out == "gpt: no policy\n"
     assert cli("retain", "gpt", "--json", "-s", store_path).document["deleted_count"] == 0
     assert cli("retain", "--clear", "-q", "-s", store_path).out == ""
@@ -155,7 +161,7 @@ def test_fork_to_the_name_of_a_deleted_run(cli: Cli, store_path: Path) -> None:
     refused = cli("fork", "gpt@latest", "lora", "-s", store_path)
     assert refused.code == 4
     assert "whose versions were all deleted" in refused.err
-    assert "ckptstore undelete #" in refused.err
+    assert "ckptstore undelete " in refused.err
     assert "undelete" not in cli("fork", "gpt@latest", "gpt", "-s", store_path).err
 
 

@@ -244,6 +244,29 @@ def test_roles_that_are_fixed_for_a_run(store: Store) -> None:
             store.run("gan", roles=bad)  # type: ignore[arg-type]
 
 
+def test_roles_that_are_fixed_hold_for_forks_and_copies(store: Store, tmp_path: Path) -> None:
+    """Nowhere is a network dropped that its run keeps; roles of one's own stay."""
+    _two_networks(store, "gan")
+    store.run("gan", roles={"optim_g": "weights"})
+    store.fork("gan@2", "part", roles=["weights"])
+    assert "optim_g" in store.load("part")
+    with ckptstore.open(tmp_path / "other", create=True) as other:
+        for _ in range(2):
+            store.replicate(other)
+        store.fork("gan@2", "foreign", store=other)
+        store.fork("gan@2", "fork")
+        for place, name in ((store, "fork"), (other, "foreign"), (other, "gan")):
+            place.run(name).save({"w": torch.ones(2)}, step=9)
+            place.age([f"{name}@2"], "weights")
+            assert "optim_g" in place.load(f"{name}@2"), name
+        other.run("gan", roles={"optim_g": "optimizer"})
+        store.run("gan", roles={"optim_g": "extra"})
+        store.replicate(other)
+        policy = other.repo.catalog.run("gan").policy
+        assert policy is not None
+        assert policy["roles"] == {"optim_g": "optimizer"}
+
+
 def test_a_weight_that_the_optimizer_came_first_with_stays(store: Store) -> None:
     """The role is of the first path; ageing looks at the other paths of shared memory, too."""
     run = store.run("gpt")

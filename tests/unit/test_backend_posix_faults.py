@@ -286,6 +286,21 @@ def test_late_link_over_taken_name(disk: Disk) -> None:
     assert (disk.path / "a").read_bytes() == b"theirs"
 
 
+def test_a_backup_by_hard_links_makes_no_lost_conflict_a_success(disk: Disk) -> None:
+    """``cp -al`` may give a temporary file its second name while another's commit is there."""
+    real = os.link
+    disk.backend.put_if_absent("a", b"theirs")
+
+    def link(source: str, target: str, **options: bool) -> None:
+        real(source, disk.path.parent / "backup")
+        real(source, target, **options)
+
+    disk.patch.setattr(os, "link", link)
+    with pytest.raises((errors.AmbiguousWriteError, errors.ObjectExistsError)):
+        disk.backend.put_if_absent("a", b"mine")
+    assert (disk.path / "a").read_bytes() == b"theirs"
+
+
 NO_LINKS = pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,14 @@ import torch
 
 import ckptstore
 from ckptstore import errors
+from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.early_stopping import EarlyStopping
 from ckptstore.catalog.log import Log
+from ckptstore.committing import put_once
+from ckptstore.config import SYSTEM
+from ckptstore.format.keys import commit_key
 from ckptstore.saver import save_job
 from ckptstore.saver.saver import EngineSupervisor, Saver
 from ckptstore.saver.staging import Staging
@@ -167,6 +171,42 @@ def test_a_single_writer_knows_its_commit_after_a_lost_answer(
     monkeypatch.undo()
     create("c")
     assert [run.name for run in log.refresh().runs()] == ["a", "b", "c"]
+
+
+class Lossy(MemoryBackend):
+    """Loses the answers to creates, and notes what is made durable."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.durable: list[str] = []
+        self.broken = False
+
+    def put(self, key: str, data: Buffer) -> None:
+        super().put(key, data)
+        raise errors.AmbiguousWriteError("no answer")
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        super().put_if_absent(key, data)
+        raise errors.AmbiguousWriteError("no answer")
+
+    def make_durable(self, keys: Iterable[str]) -> None:
+        self.durable += keys
+        if self.broken:
+            raise errors.StorageError("sync")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_was_read_back_is_made_durable(alone: bool) -> None:
+    """It is visible, and its name may not be on the disk yet; if it cannot be, nobody knows."""
+    backend = Lossy(f"lossy-{alone}")
+    log = Log(backend, single_writer=alone)
+    log.append(lambda _: [run_ops.CreateRun(run="a")])
+    assert backend.durable == [commit_key(1)]
+    put_once(backend, "record", b"x", SYSTEM, bytes_max=9, conditional=not alone)
+    assert backend.durable[1:] == ["record"]
+    backend.broken = True
+    with pytest.raises(errors.AmbiguousWriteError):
+        log.append(lambda _: [run_ops.CreateRun(run="b")])
 
 
 def _fails(what: str, *_: object, **__: object) -> None:

@@ -116,7 +116,18 @@ def test_the_only_verified_version_needs_force(store: Store) -> None:
     store.remove(everything)
     assert _steps(store) == []
     assert len(store.undelete([f"gpt@{step}" for step in range(5)])) == 5
-    assert store.run("gpt").head is not None
+    assert store.resolve("gpt@latest").step == 4, "the newest, whatever comes back first"
+
+
+def test_a_run_that_comes_back_continues_its_line(store: Store) -> None:
+    """A version that a rollback abandoned is not the head, newest as it is."""
+    run = store.run("gpt")
+    run.rollback(2)
+    everything = [f"gpt@{step}" for step in range(5)]
+    store.remove(everything, force=True)
+    assert run.head is None
+    store.undelete(everything)
+    assert store.resolve("gpt@latest").step == 2
 
 
 def test_a_collection_makes_it_too_late(path: Path) -> None:

@@ -627,5 +627,16 @@ def test_a_version_that_is_flagged_as_damaged_does_not_travel(backends: Backends
     assert "ckptstore repair" in failure.message
     assert report.copied == (second.id,)
     assert target.resolve("gpt@1").level == "record"
+    fresh = _store(backends())
+    foreseen = source.replicate(fresh, dry_run=True)
+    assert (foreseen.copied, foreseen.failures) == (report.copied, report.failures)
     source.repair()
     assert source.replicate(target).copied == (first.id,)
+    lost[first.id] = target.resolve("gpt@1").manifest_digest
+    target.repo.log.append(lambda now: content_ops.quarantine(now, lost))
+    for dry_run in (True, False):
+        report = source.replicate(target, dry_run=dry_run)
+        assert report.exit_code == 5
+        assert "the copy of gpt@1" in report.failures[0].message
+    target.repair()
+    assert source.replicate(target).present == (first.id, second.id)

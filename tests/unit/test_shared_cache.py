@@ -190,7 +190,7 @@ def test_a_stopped_fetcher_does_not_stop_others(
 def test_a_part_of_a_block_cut_short_is_not_read(tmp_path: Path) -> None:
     """Nor are the bytes that it still has: whoever cut it may have changed them, too."""
     cache = CacheFolder(str(tmp_path), bytes_max=1 << 20, environment=SYSTEM)
-    cache.put("block", [memoryview(bytes(range(100)))])
+    cache.put({"block": [memoryview(bytes(range(100)))]})
     found = bytearray(10)
     assert cache.read("block", 100, 0, [memoryview(found)])
     (path,) = _blocks(tmp_path)
@@ -308,10 +308,10 @@ def test_blocks_that_others_write_count(cache: Path) -> None:
     folder = shared_cache.CacheFolder(str(cache), bytes_max=3 * size, environment=SYSTEM)
     block = [memoryview(bytes(size))]
     for name in ("a", "b"):
-        folder.put(name, block)
-    assert folder._reserve(folder._home / "c.0", size)
-    folder.put("d", block)  # removes the oldest, and counts the files
-    folder.put("e", block)
+        folder.put({name: block})
+    assert folder._reserve({folder._home / "c.0": size})
+    folder.put({"d": block})  # removes the oldest, and counts the files
+    folder.put({"e": block})
     (folder._home / "c.0").write_bytes(bytes(size))
     files = [path for path in folder._home.iterdir() if path.name != "lock"]
     assert sum(path.stat().st_size for path in files) <= 3 * size
@@ -355,7 +355,7 @@ def test_what_stays_free(
     found = os.statvfs_result((4096, 4096, whole >> 12, free >> 12, free >> 12, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: found)
 
-    folder.put("a", [memoryview(bytes(1 << 20))])
+    folder.put({"a": [memoryview(bytes(1 << 20))]})
 
     assert bool(_blocks(tmp_path)) == kept
 
@@ -374,8 +374,8 @@ def test_a_block_that_is_removed_while_it_is_written_is_no_failure(
     folder = shared_cache.CacheFolder(str(cache), bytes_max=1 << 20, environment=SYSTEM)
     with monkeypatch.context() as patched:
         patched.setattr(shared_cache, "_private", removed)
-        folder.put("a", [memoryview(b"x")])
-    folder.put("b", [memoryview(b"y")])
+        folder.put({"a": [memoryview(b"x")]})
+    folder.put({"b": [memoryview(b"y")]})
     buffer = bytearray(1)
     assert not folder.read("a", 1, 0, [memoryview(buffer)])
     assert folder.read("b", 1, 0, [memoryview(buffer)])
@@ -402,12 +402,12 @@ def test_a_stopped_process_holds_up_others_once(cache: Path) -> None:
     file = os.open(home / "lock", os.O_RDWR)
     assert shared_cache._lock(file, 0)
     for name in "abc":
-        folder.put(name, block)
+        folder.put({name: block})
     assert limits.CACHE_WAIT_S <= clock.monotonic() < 2 * limits.CACHE_WAIT_S
     assert _blocks(cache) == []
 
     os.close(file)
-    folder.put("d", block)
+    folder.put({"d": block})
     assert [path.name for path in _blocks(cache)] == ["d"]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptstore import errors, limits
 from ckptstore.backends.storage_classes import Access, ColdStorage, ObjectState, class_named
+from ckptstore.catalog.retention import fixed_roles
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.selection import Selection, select
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -101,7 +102,9 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
         raise errors.VersionNotFoundError(msg, hint=_elsewhere(repo, version))
-    part = select(repo.manifests.load(version), request.selection, version=version.id)
+    fixed = fixed_roles(repo.catalog, version.run)
+    manifest = repo.manifests.load(version)
+    part = select(manifest, request.selection, version=version.id, fixed=fixed)
     packs = sorted(Footprint.of(part).packs)
     work = _Thawing(repo=repo, cold=repo.backend.cold_storage(), version=version, request=request)
     work.look(packs)

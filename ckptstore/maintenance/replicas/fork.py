@@ -14,6 +14,7 @@ import msgspec
 
 from ckptstore.catalog import lifecycle_ops, replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.retention import fixed_roles
 from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest
@@ -125,7 +126,8 @@ class _Fork:
             source = target.catalog.version(source.id)
             _check_whole(source)
         held = self.repo.manifests.load(source) if lender is None else lender.manifest
-        manifest = select(held, self.request.selection, version=self.version)
+        fixed = fixed_roles(self.repo.catalog, source.run)
+        manifest = select(held, self.request.selection, version=self.version, fixed=fixed)
         first = replace(_UNWRITTEN, roles=logical_roles(manifest))
         if self.is_foreign or lender is not None:
             landed = self._bring(manifest, condemned)
@@ -159,7 +161,7 @@ class _Fork:
         if now.has_run(request.run):
             msg = f"there is a run {request.run!r} already"
             raise ConflictError(msg, hint="fork to another name")
-        return run_ops.save(
+        ops = run_ops.save(
             now,
             run=request.run,
             version=self.version,
@@ -172,6 +174,8 @@ class _Fork:
             receipt=first.receipt,
             relies_on=first.relies_on,
         )
+        roles = lifecycle_ops.roles_of(self.repo.catalog, source.run)
+        return [*ops, *lifecycle_ops.inherit_roles(now, request.run, roles)]
 
     def _bring(self, wanted: Manifest, without: Collection[str]) -> copy_manifest.Landed:
         """Bring the chunks of a fork that the target does not have."""

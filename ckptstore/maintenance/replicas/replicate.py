@@ -220,6 +220,10 @@ class _Replication:
                 self.missing.append(version)
             elif known.deleted:
                 self._leave(version, "deleted in the target")
+            elif not less and known.damaged:
+                msg = f"parts of the copy of {version.label} are lost"
+                hint = "mend it: ckptstore repair --store TARGET --from SOURCE"
+                self._failed(version, CorruptObjectError(msg, hint=hint))
             elif not less:
                 self.present.append(version.id)
             elif replica_ops.had_content(known):
@@ -270,6 +274,7 @@ class _Replication:
         planned: set[bytes] = set()
         for version in self.missing:
             try:
+                replicate_version.check_whole(version)
                 manifest = self.sides.source.manifests.load(version)
             except IntegrityError as error:
                 self._failed(version, error)

@@ -153,6 +153,13 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
     return not now.deleted and not replica_ops.has_less(now, version)
 
 
+def check_whole(version: Version) -> None:
+    """Raise CorruptObjectError for a version of which parts are lost."""
+    if version.damaged:
+        msg = f"parts of {version.label} are lost"
+        raise errors.CorruptObjectError(msg, hint="mend it first: ckptstore repair")
+
+
 def _land(
     sides: Sides, version: Version, near: list[Version], without: set[str], tell: ProgressCallback
 ) -> Landed:
@@ -160,9 +167,7 @@ def _land(
 
     Packs of an interrupted copy that do not hold what they should are added to `without`.
     """
-    if version.damaged:
-        msg = f"parts of {version.label} are lost"
-        raise errors.CorruptObjectError(msg, hint="mend it first: ckptstore repair")
+    check_whole(version)
     manifest = sides.source.manifests.load(version)
     if content_digest(manifest) != version.content:
         msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
