@@ -80,6 +80,18 @@ def test_an_arena_is_no_copy_for_who_maps_it() -> None:
     arena.drop()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_kernel_without_huge_pages_has_arenas(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """It refuses the advice, and the memory is as good."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    arena = Arena(1 << 21, shared=shared)
+    arena.view[:3] = b"abc"
+    assert bytes(arena.view[:3]) == b"abc"
+    arena.drop()
+
+
 def test_the_memory_of_the_process_is_known() -> None:
     """What bounds the default budget is not more than the machine has."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -411,6 +411,25 @@ def test_a_stopped_process_holds_up_others_once(cache: Path) -> None:
     assert [path.name for path in _blocks(cache)] == ["d"]
 
 
+def test_a_process_forked_beside_a_lock_does_not_keep_it(cache: Path) -> None:
+    """Such as a data loader's worker, forked while another thread fetches."""
+    folder, other = (CacheFolder(str(cache), bytes_max=9, environment=SYSTEM) for _ in range(2))
+    ours, theirs = os.pipe()
+    with folder.claims() as claim:
+        assert claim(5)
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+        with other.claims() as again:
+            assert not again(5)
+    with other.claims() as again:
+        assert again(5)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    os.close(ours)
+
+
 @pytest.mark.parametrize("broken", ["write", "lock"])
 def test_a_folder_that_fails_later_means_plain_reading(
     place: str, cache: Path, monkeypatch: pytest.MonkeyPatch, broken: str
