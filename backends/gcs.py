@@ -267,10 +267,8 @@ class GcsBackend(BucketBackend[Foreign]):
             request["headers"] = fs._get_headers(request.get("headers"))
             request["params"] = fs._get_params(request.get("params", {}))
             url = fs._location + path
-            follow = method == "GET"  # a POST would become a GET without a body
-            call = fs.session.request(
-                method, url, timeout=timeout, allow_redirects=follow, **request
-            )
+            request["allow_redirects"] = method == "GET"  # a POST would become a GET without a body
+            call = fs.session.request(method, url, timeout=timeout, **request)
             limit_s = wait.sent() if wait else None
             async with asyncio.timeout(limit_s or None) as head, call as answer:
                 head.reschedule(None)

@@ -13,7 +13,7 @@ functions return the operations for what a caller wants.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -342,8 +342,34 @@ def undelete(
         check_not_condemned(catalog, needs[version_id], HINT_LATE)
     # The first becomes the head of a run without: the newest, not abandoned if one is.
     back = sorted(map(catalog.version, wanted), key=lambda one: (one.abandoned, -one.commit))
-    ids = [version.id for version in back]
-    return [Undelete(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
+    parts = batches([version.id for version in back], limits.VERSIONS_PER_OP_MAX)
+    return [*(Undelete(versions=part) for part in parts), *_places(catalog, back)]
+
+
+def _places(catalog: Catalog, back: Sequence[Version]) -> Iterator[Op]:
+    """Yield what puts versions that come back on the line of their run, or marks them beside it.
+
+    One that goes on from the head is the head again; one that the run went on without is abandoned.
+    """
+    heads = {run: catalog.head_id(run) for run in {version.run for version in back}}
+    for version in back:
+        run, head = version.run, heads[version.run]
+        if not head or version.abandoned or version.level == "record":
+            continue
+        if head in _ancestors(catalog, version):
+            yield Rollback(run=run, version=version.id, reason="came back")
+            heads[run] = version.id
+        elif version.id not in _ancestors(catalog, catalog.version(head)):
+            yield Rollback(run=run, version=version.id, reason="came back")
+            yield Rollback(run=run, version=head, reason="goes on")
+
+
+def _ancestors(catalog: Catalog, version: Version) -> Iterator[str]:
+    """Yield a version's id and those of its ancestors, deleted ones too, within one run."""
+    found: Version | None = version
+    while found is not None and found.run == version.run:
+        yield found.id
+        found = catalog.find(found.parent)
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:

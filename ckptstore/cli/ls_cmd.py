@@ -239,7 +239,7 @@ def chosen(
         version
         for version in versions
         if (tag is None or tag in version.tags)
-        and all(_has(version, name) for name, _, _ in tests)
+        and all(name in _OWN or name in version.metrics for name, _, _ in tests)
         and all(_COMPARE[how](_number(version, name), bound) for name, how, bound in tests)
     ]
     if sort is None:
@@ -253,10 +253,6 @@ def chosen(
         return math.isnan(value), -value if greatest else value
 
     return sorted(found, key=rank)
-
-
-def _has(version: Version, name: str) -> bool:
-    return name in _OWN or name in version.metrics
 
 
 def _number(version: Version, name: str) -> float:

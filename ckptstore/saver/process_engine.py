@@ -247,9 +247,8 @@ class ProcessEngine:
             msg = f"{self.gone}; whether {waiting.version} appeared is not known: {unread.message}"
             error = errors.SaverDiedError(msg, hint="look at the versions of the run")
         else:
-            if catalog.has_version(waiting.version):
-                version = catalog.version(waiting.version)
-                done = messages.Done(number=number, version=version, receipt={**version.receipt})
+            if found is not None:
+                done = messages.Done(number=number, version=found, receipt={**found.receipt})
                 self._hear(self, done)
                 return
             error = errors.SaverDiedError(self.gone, hint="save again")

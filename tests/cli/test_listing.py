@@ -236,10 +236,10 @@ def test_log_document_is_the_chain(cli: Cli, history: Path) -> None:
     assert saves[-1]["metadata"]["lr"] == 0.1
 
 
-def test_log_document_of_a_copy_has_its_numbers(cli: Cli, history: Path, tmp_path: Path) -> None:
+def test_log_document_of_a_copy_has_its_numbers(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     """What is no number is text in the log of a replica, too."""
     cold = tmp_path / "cold"
-    assert cli("replicate", "--to", cold, "-s", history).code == 0
+    assert cli("replicate", "--to", cold, "-s", store_path).code == 0
     commits = cli("log", "--json", "-n", 0, "-s", cold).document["commits"]
     copied = [op for c in commits for op in c["ops"] if op["op"] == "replicate"]
     values = [op["metrics"]["val_loss"] for op in copied if "val_loss" in op.get("metrics", {})]

@@ -119,6 +119,25 @@ def test_the_only_verified_version_needs_force(store: Store) -> None:
     assert store.resolve("gpt@latest").step == 4, "the newest, whatever comes back first"
 
 
+def test_a_head_that_comes_back_is_the_head_again(store: Store) -> None:
+    """Unless the run went on without it: then it is abandoned, and never the best of its line."""
+    run = store.run("gpt", metrics={"loss": "min"})
+    last = run.save({"w": torch.ones(2)}, step=5, metrics={"loss": 0.0})
+    store.remove(["gpt@5"], force=True)
+    assert store.resolve("gpt@latest").step == 4
+    store.undelete([f"#{last.id}"])
+    assert run.head is not None
+    assert run.head.id == last.id
+    store.remove(["gpt@5", "gpt@3"], force=True)
+    run.save({"w": torch.zeros(2)}, step=6, metrics={"loss": 1.0})
+    store.undelete([f"#{last.id}", "gpt@3"])
+    assert store.resolve("gpt@latest").step == 6
+    assert {one.step: one.abandoned for one in run.versions()[-4:]} == {
+        3: False, 4: False, 5: True, 6: False
+    }  # fmt: skip
+    assert store.resolve("gpt@best:loss").step == 6
+
+
 def test_a_run_that_comes_back_continues_its_line(store: Store) -> None:
     """A version that a rollback abandoned is not the head, newest as it is."""
     run = store.run("gpt")
