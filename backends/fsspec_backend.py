@@ -214,6 +214,7 @@ class FsspecBackend(base.Backend):
         base.check_key(key)
 
         def cat(fs: Foreign, root: str) -> bytes:
+            """Return the bytes, or raise for an object that is not there."""
             path = f"{root}{key}"
             try:
                 return self._system.read(fs, path, start, end)

@@ -29,6 +29,7 @@ def in_time() -> Arrived:
     began, done = SYSTEM.monotonic(), 0
 
     def arrived(count: int) -> None:
+        """Count bytes of the body."""
         nonlocal done
         moved(count)
         done += count
@@ -53,7 +54,8 @@ def receive_into(
         Called after each step with its bytes; if given, a step takes what is there, or no longer
         than a silence may last, however little a server sends at a time.
     """
-    whole, each, arrived = False, arrived is not None, arrived or in_time()
+    each, whole = arrived is not None, False
+    arrived = arrived or in_time()
     rest = [buffer for buffer in buffers if buffer.nbytes]
     try:
         below, sock = getattr(answer, "_fp", None), _socket(answer)

@@ -220,9 +220,11 @@ class _Upload:
         self._object = self.backend._object(self.key)
 
     def whole(self, body: base.Buffers) -> None:
+        """Send all of the object by one PUT."""
         self.backend._upload(self.key, body, storage_class=self.storage_class)
 
     def begin(self) -> None:
+        """Begin a multipart upload."""
         request = dict(self._object)
         if self.storage_class:
             request["StorageClass"] = self.storage_class
@@ -230,6 +232,7 @@ class _Upload:
         self.upload_id = answer["UploadId"]
 
     def part(self, number: int, body: base.Buffers) -> dict[str, Any]:
+        """Send a part; return what :meth:`complete` needs of it."""
         request = self._uploaded() | {"PartNumber": number}
         try:
             what = f"put part {number} of {self.key}"
@@ -239,6 +242,7 @@ class _Upload:
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def complete(self, receipts: Sequence[Any], size_bytes: int) -> None:
+        """Make an object of the parts."""
         request = self._uploaded() | {"MultipartUpload": {"Parts": list(receipts)}}
         try:
             self._call("put", "complete_multipart_upload", request)

@@ -266,6 +266,7 @@ class _Prompt:
     """Of reads; urllib3's."""
 
     def getresponse(self) -> Foreign:
+        """Return the answer, whose beginning may have a limit of its own."""
         wire.ask(self.sock)  # type: ignore[attr-defined]  # of the connection
         if not _here.patience_s:
             return super().getresponse()  # type: ignore[misc]  # of the connection

@@ -12,7 +12,6 @@ functions return the operations for what a caller wants.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Final, TypeVar
 
@@ -239,9 +238,7 @@ def fork(
     inherited = catalog.run(there(catalog, first.parent).run).metrics
     check_not_condemned(catalog, relies_on)
     metrics = {**inherited, **check_directions(directions)}
-    roles = roles_of(catalog, catalog.version(first.parent).run)
-    made = Fork(run=first.run, source=first.parent, metrics=metrics)
-    return [made, first, *inherit_roles(catalog, first.run, roles)]
+    return [Fork(run=first.run, source=first.parent, metrics=metrics), first]
 
 
 def rollback(
@@ -372,8 +369,15 @@ def _ancestors(catalog: Catalog, version: Version) -> Iterator[str]:
         found = catalog.find(found.parent)
 
 
-def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
+def set_policy(
+    catalog: Catalog, run: str, policy: Mapping[str, object], *, is_new: bool = False
+) -> list[Op]:
     """Return the operation that gives a run (or the store, if `run` is empty) a retention policy.
+
+    Parameters
+    ----------
+    is_new
+        The same commit may make the run.
 
     Raises
     ------
@@ -382,26 +386,9 @@ def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list
     InvalidInputError, LimitError
         If the policy is no JSON object, or too large.
     """
-    if run:
+    if run and not is_new:
         catalog.run(run)
     return [SetPolicy(run=run, policy=msgspec.Raw(encode_metadata(policy)))]
-
-
-def roles_of(catalog: Catalog, run: str) -> dict[str, str]:
-    """Return the roles that are fixed for a run, by its policy or else by the store's."""
-    found = (json.loads(text).get("roles") for text in catalog.policies(run))
-    return next(filter(None, found), {})
-
-
-def inherit_roles(target: Catalog, run: str, roles: Mapping[str, str]) -> list[Op]:
-    """Return the operation that fixes roles for a run, unless it has its own.
-
-    A fork or a copy must not lose a network that the run at its source keeps.
-    """
-    own = json.loads(target.own_policy(run) or b"{}")
-    if not roles or own.get("roles") or roles == roles_of(target, run):
-        return []
-    return [SetPolicy(run=run, policy=msgspec.Raw(encode_metadata({**own, "roles": roles})))]
 
 
 def _reason(text: str) -> str:

@@ -334,7 +334,7 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
 
 
 def follow(target: Catalog, source: Catalog, runs: Iterable[str], *, store: str) -> Iterator[Op]:
-    """Yield the operations that bring heads, metrics, tags and roles of runs to the source's.
+    """Yield the operations that bring heads, metrics and tags of runs to those of the source.
 
     The head of a run moves where the source has gone on from it, or has abandoned it, or deleted it
     and gone on from elsewhere; not to a version that has only its record here. It stays where
@@ -353,7 +353,6 @@ def follow(target: Catalog, source: Catalog, runs: Iterable[str], *, store: str)
         if not (target.has_run(name) and source.has_run(name)):
             continue
         yield from run_ops.ensure_run(target, name, _new_directions(target, source, name))
-        yield from lifecycle_ops.inherit_roles(target, name, lifecycle_ops.roles_of(source, name))
         yield from _metrics(target, source, name)
         yield from _tags(target, source, name)
         yield from _head(target, source, name, store)

@@ -24,11 +24,12 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import CONTESTED, Tagged, Times, View
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.format.paths import Pattern
 from ckptstore.model import RoleBytes, Version
@@ -133,13 +134,33 @@ def stored_policy(catalog: Catalog, run: str) -> Policy | None:
 
 
 def fixed_roles(catalog: Catalog, run: str) -> dict[Pattern, str]:
-    """Return the roles of tensors that are fixed for a run; as :func:`stored_encodings`."""
-    return dict[Pattern, str](stored_encodings(catalog, run, "roles").items())
+    """Return the roles of tensors that are fixed for a run, by its policy or else by the store's.
+
+    Raises
+    ------
+    InvalidInputError
+        What is stored are no roles.
+    """
+    for text in catalog.policies(run):
+        stored = json.loads(text).get("roles", {})
+        if found := Policy.from_json({"roles": stored}).roles:
+            return dict[Pattern, str](found.items())
+    return {}
 
 
-def stored_encodings(
-    catalog: Catalog, run: str, key: Literal["encodings", "roles"] = "encodings"
-) -> Mapping[str, str]:
+def inherit_roles(target: Catalog, run: str, roles: Mapping[Pattern, str]) -> list[Op]:
+    """Return the operation that fixes roles for a run, unless it has its own.
+
+    A fork or a copy must not lose a network that the run at its source keeps. The same commit may
+    make the run.
+    """
+    own = json.loads(target.own_policy(run) or b"{}")
+    if not roles or own.get("roles") or roles == fixed_roles(target, run):
+        return []
+    return lifecycle_ops.set_policy(target, run, {**own, "roles": roles}, is_new=True)
+
+
+def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
     """Return the encodings of a run's saves by its policy, or else by the store's.
 
     Parameters
@@ -153,8 +174,7 @@ def stored_encodings(
         The policy that is stored has something that this version does not know.
     """
     for text in catalog.policies(run):
-        found: Mapping[str, str] = getattr(Policy.from_json(json.loads(text)), key)
-        if found:
+        if found := Policy.from_json(json.loads(text)).encodings:
             return found
     return {}
 
@@ -278,7 +298,7 @@ class _Planning:
             return version.level, reasons
         held = []
         if version.pinned:
-            held.append(pinned_text(version))
+            held.append(lifecycle_ops.pinned_text(version))
         if version.id == self.head:
             held.append("head")
         if version.tags and not any(Tagged() in self.policy.rules(level) for level in LEVELS):

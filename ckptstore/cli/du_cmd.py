@@ -71,6 +71,7 @@ def du(
         }
 
         def draw(screen: Screen) -> None:
+            """Print the sizes of parts, versions or runs."""
             if usage is not None:
                 _draw_sharing(screen, usage, groups, one_run=one_run)
                 return

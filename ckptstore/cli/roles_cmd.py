@@ -36,6 +36,7 @@ def roles(ref: Annotated[str, typer.Argument(metavar="REF")], *, options: Common
         ]
 
     def draw(screen: Screen) -> None:
+        """Print the parts of the version."""
         screen.heading(version_text(version))
         screen.listing(
             parts,

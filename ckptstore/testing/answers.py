@@ -19,17 +19,15 @@ __all__ = ["AnswerConformance"]
 
 Kind = type[errors.CkptStoreError]
 
+_BUSY: Final = (errors.TransientStorageError, errors.TransientStorageError)
+_BROKEN: Final = (errors.AmbiguousWriteError, errors.TransientStorageError)
 ANSWERS: Final[dict[int, tuple[Kind, Kind]]] = {
     # status: of put_if_absent, of all other calls
     400: (errors.StorageError, errors.StorageError),
     **dict.fromkeys((401, 403), (errors.StoragePermissionError, errors.StoragePermissionError)),
-    **dict.fromkeys(
-        (409, 429, 503, 529), (errors.TransientStorageError, errors.TransientStorageError)
-    ),
+    **dict.fromkeys((409, 429, 503, 529), _BUSY),
     412: (errors.ObjectExistsError, errors.StorageError),
-    **dict.fromkeys(
-        (500, 502, 504, 520, 524, 599), (errors.AmbiguousWriteError, errors.TransientStorageError)
-    ),
+    **dict.fromkeys((500, 502, 504, 520, 524, 599), _BROKEN),
     501: (errors.UnsafeBackendError, errors.StorageError),
     507: (errors.StorageFullError, errors.StorageFullError),
 }

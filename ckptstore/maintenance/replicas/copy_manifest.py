@@ -342,6 +342,7 @@ def likely_versions(catalog: Catalog, source_id: str) -> list[Version]:
     heads = {info.head for info in catalog.runs()}
 
     def rank(version: Version) -> tuple[bool, bool, bool]:
+        """Put copies of the same version first, then other copies, then heads."""
         origin = version.metadata.get(ORIGIN_KEY)
         lineage = isinstance(origin, Mapping)
         same = isinstance(origin, Mapping) and origin.get("version") == source_id

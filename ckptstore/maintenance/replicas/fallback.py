@@ -214,6 +214,7 @@ class FallThrough:
             def keep(
                 item: ReadItem, error: errors.CkptStoreError, failed: list[ReadItem] = failed
             ) -> None:
+                """Note a piece for the next place, and why it is lost here."""
                 nonlocal lost
                 failed.append(item)
                 lost = error

@@ -14,7 +14,7 @@ import msgspec
 
 from ckptstore.catalog import lifecycle_ops, replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.retention import fixed_roles
+from ckptstore.catalog.retention import fixed_roles, inherit_roles
 from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest
@@ -25,6 +25,7 @@ from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputErro
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.names import encode_metadata
+from ckptstore.format.paths import Pattern
 from ckptstore.maintenance.replicas import copy_manifest
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
@@ -114,6 +115,11 @@ class _Fork:
         self.version = self.name = self.target.environment.random_hex(16)
 
     @property
+    def fixed(self) -> dict[Pattern, str]:
+        """Return the roles that are fixed for the run of the source."""
+        return fixed_roles(self.repo.catalog, self.source.run)
+
+    @property
     def is_foreign(self) -> bool:
         """Return whether the source is a version of another store, which cannot be a parent."""
         return self.target is not self.repo
@@ -126,8 +132,7 @@ class _Fork:
             source = target.catalog.version(source.id)
             _check_whole(source)
         held = self.repo.manifests.load(source) if lender is None else lender.manifest
-        fixed = fixed_roles(self.repo.catalog, source.run)
-        manifest = select(held, self.request.selection, version=self.version, fixed=fixed)
+        manifest = select(held, self.request.selection, version=self.version, fixed=self.fixed)
         first = replace(_UNWRITTEN, roles=logical_roles(manifest))
         if self.is_foreign or lender is not None:
             landed = self._bring(manifest, condemned)
@@ -155,9 +160,10 @@ class _Fork:
                 metadata=msgspec.Raw(encode_metadata(request.metadata)),
                 roles=run_ops.sizes(first.roles),
             )
-            return lifecycle_ops.fork(
+            ops = lifecycle_ops.fork(
                 now, save, directions=request.directions, relies_on=first.relies_on
             )
+            return [*ops, *inherit_roles(now, request.run, self.fixed)]
         if now.has_run(request.run):
             msg = f"there is a run {request.run!r} already"
             raise ConflictError(msg, hint="fork to another name")
@@ -174,8 +180,7 @@ class _Fork:
             receipt=first.receipt,
             relies_on=first.relies_on,
         )
-        roles = lifecycle_ops.roles_of(self.repo.catalog, source.run)
-        return [*ops, *lifecycle_ops.inherit_roles(now, request.run, roles)]
+        return [*ops, *inherit_roles(now, request.run, self.fixed)]
 
     def _bring(self, wanted: Manifest, without: Collection[str]) -> copy_manifest.Landed:
         """Bring the chunks of a fork that the target does not have."""

@@ -18,12 +18,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import quarantine
+from ckptstore.catalog.retention import fixed_roles, inherit_roles
 from ckptstore.catalog.state import Op
 from ckptstore.chunking import batches
 from ckptstore.engine.engine import EngineSpec
@@ -388,7 +390,7 @@ class _Replication:
         self.failures.append(Failure(**naming(version), message=str(error), kind=error.kind))
 
     def follow(self) -> None:
-        """Bring metrics, tags and heads of runs to where the source has them.
+        """Bring metrics, tags, heads and fixed roles of runs to where the source has them.
 
         As many commits as it takes; each is decided on the catalog that it follows.
         """
@@ -396,7 +398,10 @@ class _Replication:
         store = self.sides.source.superblock.store_id
 
         def build(now: Catalog) -> list[Op]:
-            return replica_ops.fitting(replica_ops.follow(now, before, runs, store=store))
+            here = [run for run in runs if now.has_run(run)]
+            roles = (inherit_roles(now, run, fixed_roles(before, run)) for run in here)
+            ops = replica_ops.follow(now, before, here, store=store)
+            return replica_ops.fitting(chain(ops, *roles))
 
         while self.sides.target.log.append_any(build) is not None:
             pass

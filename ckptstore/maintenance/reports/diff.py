@@ -235,6 +235,7 @@ def _digests(content: Content) -> Callable[[Leaf], bytes]:
 
     @cache
     def of_record(index: int) -> bytes:
+        """Return what is equal for equal values of a tensor."""
         record = content.manifest.tensors[index]
         ids = _ids(content, index).tobytes()
         recipe = record.recipe

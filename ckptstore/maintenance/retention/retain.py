@@ -27,7 +27,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
+from ckptstore.catalog.lifecycle_ops import pinned_error
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.catalog.state import Op
@@ -168,11 +168,7 @@ def set_policy(
         value = {key: part for key, part in value.items() if part}
         if alone and value == old:
             return []
-        if run and not now.has_run(run):
-            store = lifecycle_ops.set_policy(now, "", value)[0]
-            assert isinstance(store, SetPolicy)  # noqa: S101 - for the type checker
-            return [*made, SetPolicy(run=run, policy=store.policy)]
-        return [*made, *lifecycle_ops.set_policy(now, run, value)]
+        return [*made, *lifecycle_ops.set_policy(now, run, value, is_new=bool(made))]
 
     repo.log.append_any(build)
 
