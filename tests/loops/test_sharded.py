@@ -203,6 +203,17 @@ def test_the_best_model_of_a_trainer(tmp_path: Path, kind: str) -> None:
     assert torch.equal(exported.transformer.wte.weight, saved["transformer.wte.weight"])
 
 
+def test_all_ranks_hear_why_a_background_save_could_not_begin(tmp_path: Path) -> None:
+    """Else the others would wait for rank 0 in their next step."""
+    url = str(tmp_path / "ckpts")
+    ckptstore.open(url, create=True).close()
+    plan = {"epochs": 2, "saves": True, "background": True, "store": {"staging_bytes": 1}}
+    with Group(trainers.trainer, 2, url, "fsdp2 full", plan) as group:
+        ends = group.finish()
+    assert [kind for kind, _ in ends] == ["failed", "failed"]
+    assert all("LimitError" in why for _, why in ends)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     """Flat parameters, encodings of parts, other parameters: each with the way that works."""
     ckptstore.open(tmp_path / "ckpts", create=True).close()

@@ -25,6 +25,7 @@ from urllib3.exceptions import ProtocolError
 from ckptstore.backends import s3_thin
 from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.receiving import receive_into
 from ckptstore.backends.s3 import S3Backend, open_s3
 from ckptstore.backends.s3_calls import Settings, code_of, read_settings, translate
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
@@ -194,6 +195,16 @@ def test_an_answer_that_announces_another_is_no_success(status: int) -> None:
         with pytest.raises(ConnectionClosedError) as caught:
             wire.put(body)
         assert isinstance(translate(caught.value, "put", conditional=True), AmbiguousWriteError)
+
+
+def test_a_body_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However steadily it comes: a byte each 25 s; and the connection is closed."""
+    clock, closed = iter(range(0, 100_000, 25)), []
+    monkeypatch.setattr(SYSTEM, "monotonic", lambda: float(next(clock)))
+    answer = SimpleNamespace(readinto=lambda _: 1, close=lambda: closed.append(True))
+    with pytest.raises(TimeoutError, match="too slow"):
+        receive_into(answer, [memoryview(bytearray(100))])
+    assert closed == [True]
 
 
 def test_a_client_that_found_no_credentials_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

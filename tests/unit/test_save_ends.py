@@ -22,6 +22,7 @@ from ckptstore import errors
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
+from ckptstore.format.keys import commit_key
 from ckptstore.repo import create_on
 from ckptstore.saver import save_job
 from ckptstore.saver.arena import Arena
@@ -138,8 +139,12 @@ def test_each_end_is_told_once(
 
 
 @pytest.mark.parametrize(("when", "hears"), [("before", "close"), ("after", "result")])
-def test_the_log_tells_what_became_of_a_killed_child(tmp_path: Path, when: str, hears: str) -> None:
-    """Killed between commit and answer the save is durable; before its commit it failed."""
+def test_the_log_tells_what_became_of_a_killed_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, hears: str
+) -> None:
+    """Killed between commit and answer the save is durable, its name synced; else it failed."""
+    synced: list[str] = []
+    monkeypatch.setattr(KilledBackend, "make_durable", lambda _, keys: synced.extend(keys))
     backend = KilledBackend(open_backend(tmp_path / "s"), os.getpid(), when)
     store = Store(create_on(backend, options=Options(engine="process")))
     pending = store.run("r").save_async(_state(3), step=3)
@@ -151,6 +156,7 @@ def test_the_log_tells_what_became_of_a_killed_child(tmp_path: Path, when: str, 
         ask()
         assert pending.result().step == 3
         assert pending.receipt.state == "durable"
+        assert synced == [commit_key(pending.result().commit)]
     store.close()
     with ckptstore.open(tmp_path / "s") as again:
         assert [version.step for version in again.versions()] == ([3] if when == "after" else [])

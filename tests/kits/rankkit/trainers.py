@@ -343,7 +343,7 @@ def trainer(me: Rank, url: str, kind: str, plan: dict[str, Any]) -> Any:
         **plan.get("arguments", {}),
     )  # fmt: skip
     told_that_cpus_count(me)  # the arguments have begun another state
-    with ckptstore.open(url) as store:
+    with ckptstore.open(url, **plan.get("store", {})) as store:
         made = Stored(
             model,
             arguments,
