@@ -23,8 +23,9 @@ TESTS ?= tests
 # Where the demo keeps its store: a path, or a URL such as s3://bucket/demo. URL= says the same.
 STORE ?= $(or $(URL),demo-store)
 
-# The tests start hundreds of processes, and each would compile the package for itself.
-unexport PYTHONDONTWRITEBYTECODE
+# The tests start hundreds of processes: each would compile the package for itself, or import
+# another tree's.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
 # -qq: pip's warnings about build backends say nothing to who only wants to run this.
 PIP = $(BIN)/python -m pip install -qq --retries 10 -c constraints-dev.txt

@@ -44,8 +44,7 @@ class PartSender:
 
     def part_bytes(self) -> int:
         """Return the size of the parts of an object that is begun now."""
-        small = self._since_idle < SMALL_PARTS_MAX
-        return SMALL_PART_BYTES if small else limits.PART_BYTES
+        return SMALL_PART_BYTES if self._since_idle < SMALL_PARTS_MAX else limits.PART_BYTES
 
     def take(self, size: int) -> None:
         """Count the bytes of a part; waits while there are too many and parts are on their way.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,4 +42,16 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
         return "did you mean " + " or ".join(close) + "?"
     if not names:
         return "there is none yet"
-    return "there is " + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+    return "there is " + listed(names, most=5)
+
+
+def listed(texts: Sequence[str], *, most: int, count: int | None = None) -> str:
+    """Return the first `most` texts and the number of the others: ``a, b and 3 more``.
+
+    Parameters
+    ----------
+    count
+        The number of all, where `texts` are only some of them.
+    """
+    more = (len(texts) if count is None else count) - most
+    return ", ".join(texts[:most]) + (f" and {more:,} more" if more > 0 else "")

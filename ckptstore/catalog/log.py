@@ -37,7 +37,7 @@ from ckptstore.catalog.reading import LogReader, Unread
 from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.format.keys import snapshot_key
+from ckptstore.format.keys import commit_key, snapshot_key
 
 Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
@@ -277,6 +277,8 @@ class Log:
                 if not ops:
                     return None
                 data, commit, after = self._prepare(catalog, ops)
+                if commit.number % limits.COMMITS_PER_FOLDER == 0:  # its own folder is synced alone
+                    self._backend.make_durable([commit_key(commit.number - 1)])
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
                     self.catalog, self._own = after, commit

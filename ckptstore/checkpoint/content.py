@@ -207,8 +207,7 @@ def content_digest(manifest: Manifest) -> str:
     """
     tensors = [r.identity for r in manifest.tensors]
     ids = manifest.pieces.ids[: manifest.first[-1]].tobytes()  # how they are stored tells nothing
-    parts = (manifest.skeleton, msgspec.msgpack.encode(tensors), ids)
-    return blake3_of(parts).hex()
+    return blake3_of((manifest.skeleton, msgspec.msgpack.encode(tensors), ids)).hex()
 
 
 def _labels(leaves: Sequence[Leaf], manifest: Manifest) -> tuple[str, ...]:

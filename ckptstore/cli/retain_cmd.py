@@ -100,7 +100,7 @@ def retain(
     """
     output = options.output("retain")
     policy = rules.policy()
-    _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
+    _check(rules, policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
     with opened(options, writing=True) as opening:  # a preview reads the storage's clock
         if (set_policy or clear) and not dry_run:
             _store(opening, run, policy)
@@ -116,13 +116,19 @@ def retain(
 
 
 def _check(
-    policy: Policy | None, *, apply: bool, dry_run: bool, set_policy: bool, clear: bool
-) -> None:
+    rules: _RuleOptions, policy: Policy | None,
+    *, apply: bool, dry_run: bool, set_policy: bool, clear: bool,
+) -> None:  # fmt: skip
     what = hint = ""
     if apply and dry_run:
         what, hint = "--apply and --dry-run exclude each other", "leave one of them out"
     elif clear and (policy or set_policy or apply or dry_run):
         what, hint = "--clear stands alone", "ckptstore retain [RUN] --clear"
+    elif rules.encoding and not set_policy:
+        what, hint = (
+            "--encoding is of future saves, which only a stored policy reaches",
+            "add --set",
+        )
     elif set_policy and policy is None:
         what, hint = "--set wants rules", "such as --full 'last 3' --weights 'best 5 val_loss'"
     if what:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from ckptstore.model import Version
 from ckptstore.shown import bytes_text as bytes_text
 from ckptstore.shown import count_text as count_text
 from ckptstore.shown import counted as counted
+from ckptstore.suggestions import listed as listed
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.core.live_set import Tally
@@ -66,19 +66,6 @@ def saved_text(version: Version, how: str) -> str:
     """Return how large a version is, and how much of it was stored or copied."""
     total = sum_roles(version.roles.values())
     return f"{bytes_text(total.logical)}, {bytes_text(total.stored)} {how}"
-
-
-def listed(texts: Sequence[str], *, most: int, count: int | None = None) -> str:
-    """Return the first `most` texts and the number of the others: ``a, b and 3 more``.
-
-    Parameters
-    ----------
-    count
-        The number of all, where `texts` are only some of them.
-    """
-    more = (len(texts) if count is None else count) - most
-    shown = ", ".join(texts[:most])
-    return f"{shown} and {count_text(more)} more" if more > 0 else shown
 
 
 def packs_text(tally: Tally) -> str:

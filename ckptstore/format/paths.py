@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
+from ckptstore.suggestions import listed
 
 Key: TypeAlias = "str | int | float | bool | bytes | tuple[Key, ...] | None"
 Path: TypeAlias = "tuple[Key, ...]"
@@ -145,8 +146,7 @@ class PathFilter:
         if near:
             return "did you mean " + " or ".join(map(repr, list(near)[:3])) + "?"
         top = [name for name in self._top if name]
-        more = f" and {len(top) - 5} more" if top[5:] else ""
-        return "there is " + ", ".join(map(repr, top[:5])) + more if top else ""
+        return "there is " + listed(list(map(repr, top)), most=5) if top else ""
 
 
 def find_path(paths: Sequence[Path], key: Pattern) -> Path:

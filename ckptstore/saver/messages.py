@@ -107,8 +107,7 @@ class Channel:
         poll = select.poll()
         for one in self._waited:
             poll.register(one, select.POLLIN)
-        ready = {one for one, _ in poll.poll()}
-        return self._waited[0] in ready
+        return self._waited[0] in {one for one, _ in poll.poll()}
 
     def _exactly(self, size: int) -> bytearray | None:
         data = bytearray(size)

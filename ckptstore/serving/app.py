@@ -130,8 +130,7 @@ class ServeApp:
             status, message, headers = 500, f"{error.kind}: {error.message}", None
         if s3:
             names = {503: "SlowDown", 416: "InvalidRange", 412: "PreconditionFailed"}
-            code = names.get(status, "InternalError")
-            return s3_error(status, code, message)
+            return s3_error(status, names.get(status, "InternalError"), message)
         shown = quote(message.replace("\n", " ")[:_SHOWN_CHARS], safe=" /:;,.@#'()=-")
         told = {"X-Error-Message": shown, **(headers or {})}
         return PlainTextResponse(message + "\n", status, told)

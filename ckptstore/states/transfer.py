@@ -30,6 +30,7 @@ from ckptstore.states.lazy import LazyTensor
 from ckptstore.states.load import read_parts, read_records
 from ckptstore.states.modules import ModuleTarget, is_divided, metadata_of, own_part, values_of
 from ckptstore.states.rename_hints import fitting_rename
+from ckptstore.suggestions import listed
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
 from ckptstore.tensors.restore import Restorer, kind_of, unfillable
@@ -116,7 +117,7 @@ class TransferReport(Shown):
         named = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": wrong}
         for title, names in named.items():
             if names:
-                parts.append(f"{len(names)} {title}: {_few(names)}")
+                parts.append(f"{len(names)} {title}: {listed(names, most=_NAMES)}")
         return "; ".join(parts)
 
 
@@ -344,7 +345,7 @@ class _Transfer:
             hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
             told = f"{shown} {how}: {report}"
             if changed:
-                told += f"; {len(changed)} have changed: {_few(changed)}"
+                told += f"; {len(changed)} have changed: {listed(changed, most=_NAMES)}"
             raise InvalidInputError(told, hint=hint)
         hint = f"{rename} fits more" if rename else "strict=False says that this is meant"
         _log.warning("%s fits the target in part: %s -- %s", shown, report, hint)
@@ -518,11 +519,6 @@ def _targets(value: object, name: str) -> Iterator[tuple[str, torch.Tensor | tor
 
 def _tensor(value: Any) -> Any:  # noqa: ANN401 - any value
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"{', '.join(names[:_NAMES])}{more}"
 
 
 def _dtype(target: torch.Tensor) -> str:

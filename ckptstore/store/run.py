@@ -112,8 +112,7 @@ class Run(Shown):
         parsed = self._parsed(ref)
         if parsed.kind == "valid":
             return self.latest_valid().version
-        catalog = self._session.repo.refresh()
-        return resolve(catalog, parsed, directions=self._directions)
+        return resolve(self._session.repo.refresh(), parsed, directions=self._directions)
 
     def _parsed(self, ref: str | int) -> Ref:
         return parse_ref(str(ref), run=self.name)

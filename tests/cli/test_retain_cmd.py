@@ -58,6 +58,8 @@ def test_retain_apply_does_what_it_said(cli: Cli, store_path: Path) -> None:
 def test_retain_stores_a_policy_and_takes_it_away(cli: Cli, store_path: Path) -> None:
     """Of a run or of the store; it counts when no rules are given."""
     assert cli("retain", "gpt", "-s", store_path).code == 2
+    lossy = ("--encoding", "role:optimizer=dynamic8")
+    assert "add --set" in cli("retain", "gpt", *RULES, *lossy, "-s", store_path).err
     assert "last 1" in cli("retain", "gpt", *RULES, "--set", "-s", store_path).out
     document = cli("retain", "--full", "last 9", "--set", "--json", "-s", store_path).document
     assert document["policy"] == {"full": ["last 9"]}

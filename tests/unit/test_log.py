@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -101,6 +101,22 @@ def test_commits_are_numbered_chained_and_visible_to_others(
     assert ids(other) == ids(log.catalog) == [f"{n:032x}" for n in range(1, 13)]
     assert [c.digest for c in Log(memory).commits()] == [c.digest for c in made]
     assert made[0].body.by == "ana@node7 1"
+
+
+def test_the_commit_before_a_new_folder_is_durable_first(
+    log: Log, memory: MemoryBackend, saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may not have synced its name yet, and a commit syncs its own folder only."""
+    seen: list[tuple[str, int]] = []
+
+    def synced(keys: Iterable[str]) -> None:
+        seen.extend((key, len(commits_of(memory))) for key in keys)
+
+    monkeypatch.setattr(memory, "make_durable", synced)
+    monkeypatch.setattr(limits, "COMMITS_PER_FOLDER", 4)
+    for step in range(9):
+        log.append(saving(step=step))
+    assert seen == [(commit_key(3), 3), (commit_key(7), 7)]
 
 
 def test_the_first_save_creates_its_run_in_the_same_commit(log: Log, saving: Saving) -> None:

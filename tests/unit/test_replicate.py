@@ -323,14 +323,17 @@ def test_collected_while_it_travels(backends: Backends, monkeypatch: pytest.Monk
 
 
 def test_unchecked_copies_do_not_count(backends: Backends) -> None:
-    """Without reading back, versions come, and the source does not call them replicated."""
+    """Without reading back versions come, and count once the target has verified them."""
     source, target = _store(backends()), _store(backends())
     source.run("gpt").save(_state(1), step=1)
     report = source.replicate(target, check=False)
     assert not report.noted
     assert len(report.copied) == 1
-    source.replicate(target)
+    assert not source.replicate(target).noted
     assert source.versions()[0].state == "durable"
+    target.verify(record=True)
+    assert source.replicate(target).noted
+    assert source.versions()[0].state == "replicated"
 
 
 def test_a_target_that_is_read_only(backends: Backends) -> None:

@@ -95,7 +95,7 @@ class ReplicateReport(Shown):
     checked: bool = False
     """Every chunk that travelled was read back from the target."""
     noted: bool = False
-    """The source's catalog says that the target has these versions."""
+    """The source's catalog says that the target has all of these versions."""
     note_failure: str = ""
     """Why it does not, if it could not be written."""
     heads_kept: tuple[str, ...] = ()
@@ -433,7 +433,7 @@ class _Replication:
             except CkptStoreError as error:
                 _log.warning("%s does not say who has its versions: %s", source.url, error)
                 self.note_failure = str(error)
-        self.noted = not self.note_failure
+        self.noted = not self.note_failure and {*self.copied, *self.present} <= {*ids}
 
     def _find_lost(self, version_ids: Sequence[str]) -> dict[str, str]:
         """Record that copies share chunks which the target has lost; return their manifests."""

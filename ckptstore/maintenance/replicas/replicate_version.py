@@ -270,6 +270,5 @@ def read_back(version: Version) -> bool:
 
     What was saved here, let go, and came back unchecked, is as unsure as what came from elsewhere.
     """
-    if UNCHECKED_KEY in version.receipt:
-        return False
-    return not version.origin or CHECKED_KEY in version.receipt
+    own = not version.origin and UNCHECKED_KEY not in version.receipt
+    return own or CHECKED_KEY in version.receipt or version.verified

@@ -33,6 +33,7 @@ from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import RunInfo, Version
 from ckptstore.repo import Repo
 from ckptstore.shown import HtmlTable, Shown, counted
+from ckptstore.suggestions import listed
 
 _LISTED = 3
 _MARK: Final = b'<meta name="generator" content="ckptstore">'
@@ -151,8 +152,7 @@ def publish_copy(
     besides = [one for one in target.refresh().versions() if one.id not in chosen]
     others = [one.label for one in besides if one.id not in deleted]
     if others and not add:
-        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-        msg = f"{target.url} shows versions besides: {', '.join(others[:_LISTED])}{more}"
+        msg = f"{target.url} shows versions besides: {listed(others, most=_LISTED)}"
         hint = "publish to an empty location, or keep them there with --add (add=True)"
         raise PolicyError(msg, hint=hint)
     again = chosen if restricted else frozenset[str]()
