@@ -125,8 +125,7 @@ class EncryptedBackend(WrapperBackend):
             return self.inner.get(key, bytes_max=bytes_max)
         data = memoryview(self.inner.get(key, bytes_max=self._layout.sealed_bytes(bytes_max)))
         sealer = self._key.sealer(key, salt_of(data[:HEADER_BYTES], where=key))
-        plain = self._layout.check(data.nbytes, where=key)
-        count = self._layout.segments(plain)
+        count = self._layout.segments(self._layout.check(data.nbytes, where=key))
         starts = [self._layout.start(index) for index in range(count + 1)]
         spans = enumerate(pairwise(starts), 1)
         return b"".join(sealer.open(at - 1, data[a:b], last=at == count) for at, (a, b) in spans)

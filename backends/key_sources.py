@@ -187,9 +187,11 @@ def _output(
     """Return a command's output, bounded; None if it does not end in time."""
     assert child.stdout is not None  # noqa: S101  # for the type checker
     descriptor, data = child.stdout.fileno(), b""
+    ready = select.poll()  # select() refuses descriptors above 1,023
+    ready.register(descriptor, select.POLLIN)
     while len(data) <= limits.KEY_TEXT_BYTES_MAX:
         left = deadline - environment.monotonic()
-        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+        if left <= 0 or not ready.poll(left * 1000):
             return None
         more = os.read(descriptor, limits.KEY_TEXT_BYTES_MAX)
         if not more:

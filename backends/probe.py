@@ -486,5 +486,4 @@ class _Probe:
     def _timed(self, operation: str) -> Iterator[None]:
         start = self._environment.monotonic()
         yield
-        seconds = self._environment.monotonic() - start
-        self._seconds.setdefault(operation, []).append(seconds)
+        self._seconds.setdefault(operation, []).append(self._environment.monotonic() - start)

@@ -90,8 +90,7 @@ def open_backend(
         A backend serves it, but needs a package that is not installed; the hint names it.
     """
     text = _location_text(location)
-    scheme = scheme_of(text)
-    backend = _factory(scheme)(text, **storage_options)
+    backend = _factory(scheme_of(text))(text, **storage_options)
     return RetryingBackend(backend, environment=environment) if retry else backend
 
 

@@ -78,7 +78,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
 
         def accept(answer: Mapping[str, Any]) -> None:
             """Refuse a body that is larger than allowed."""
-            base.check_size(key, answer["ContentLength"], bytes_max)
+            base.check_size(key, _length(answer), bytes_max)
 
         request = self._object(key)
         return self._run(f"get {key}", lambda calls: calls.read(request, accept))
@@ -88,8 +88,9 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         return self._info(key, self._call(f"stat {key}", "head_object", self._object(key)))
 
     def delete(self, key: str) -> None:
-        """Delete an object; S3 accepts a missing one."""
-        self._call(f"delete {key}", "delete_object", self._object(key))
+        """Delete an object; S3 accepts a missing one, servers like it may answer 404."""
+        with suppress(errors.ObjectNotFoundError):
+            self._call(f"delete {key}", "delete_object", self._object(key))
 
     def cold_storage(self) -> storage_classes.ColdStorage:
         """Return access to the storage classes of these objects."""
@@ -150,7 +151,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         def accept(answer: Mapping[str, Any]) -> None:
             """Look at the head of the answer."""
             wait.begun()
-            check(answer.get("ContentRange", ""), answer["ContentLength"])
+            check(answer.get("ContentRange", ""), answer.get("ContentLength"))
 
         def receive(calls: S3Calls) -> int:
             """Send the request."""
@@ -182,7 +183,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
         """Return the facts in an entry of a listing, or in the answer to a HEAD."""
         return base.ObjectInfo(
             key=key,
-            size_bytes=item["Size"] if "Size" in item else item["ContentLength"],
+            size_bytes=item["Size"] if "Size" in item else _length(item),
             modified_at=item["LastModified"].timestamp(),
             storage_class=item.get("StorageClass") or storage_classes.STANDARD,
         )
@@ -228,8 +229,7 @@ class _Upload:
         request = dict(self._object)
         if self.storage_class:
             request["StorageClass"] = self.storage_class
-        answer = self._call("begin", "create_multipart_upload", request)
-        self.upload_id = answer["UploadId"]
+        self.upload_id = self._call("begin", "create_multipart_upload", request)["UploadId"]
 
     def part(self, number: int, body: base.Buffers) -> dict[str, Any]:
         """Send a part; return what :meth:`complete` needs of it."""
@@ -432,13 +432,20 @@ class S3ColdStorage:
         return self._send(f"stat {key}", lambda calls: calls.call("head_object", request))
 
 
+def _length(head: Mapping[str, Any]) -> int:
+    """Return the size of an object from the answer to a GET or HEAD."""
+    if "ContentLength" not in head:
+        raise errors.StorageError("the storage answers without a length; look at its proxy")
+    return int(head["ContentLength"])
+
+
 def _state(head: Mapping[str, Any]) -> storage_classes.ObjectState:
     """Return class and state from the answer to a HEAD."""
     name = head.get("StorageClass") or storage_classes.STANDARD
     access, until = _access(name, head)
     return storage_classes.ObjectState(
         storage_class=name,
-        size_bytes=head["ContentLength"],
+        size_bytes=_length(head),
         modified_at=head["LastModified"].timestamp(),
         access=access,
         restored_until=None if until is None else until.timestamp(),

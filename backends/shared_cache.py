@@ -254,8 +254,7 @@ def _lock(file: int, place: int, kind: int = fcntl.F_WRLCK, count: int = 1) -> b
     Without a count, all that follow.
     """
     try:
-        request = _FLOCK.pack(kind, os.SEEK_SET, place, count, 0)
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, request)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, count, 0))
     except OSError as error:
         if error.errno in {errno.EAGAIN, errno.EACCES}:
             return False

@@ -208,7 +208,7 @@ def evict(
         output.show(
             document, lambda screen: _draw_eviction(screen, report, stays, to, dry_run=dry_run)
         )
-    if report.lost:
+    if report.lost or report.missed:
         raise typer.Exit(IntegrityError.exit_code)
 
 

@@ -145,8 +145,7 @@ def codes_of(code: str, values: Values, scales: Values, block: int) -> npt.NDArr
 def _borders(book: Values) -> Values:
     """Return, by code, the share above which the next code is nearer; none for the last."""
     wide = book.astype(np.float64)
-    middles = ((wide[1:] + wide[:-1]) / 2).astype(np.float32)
-    return np.append(middles, np.float32(np.inf))
+    return np.append(((wide[1:] + wide[:-1]) / 2).astype(np.float32), np.float32(np.inf))
 
 
 def _cells(borders: Values) -> npt.NDArray[np.uint8]:

@@ -187,8 +187,7 @@ def _collect(node: list[Node], path: Path, leaves: list[Leaf]) -> None:
             if type(value) is list:
                 _collect(value, (*path, decode_key(key)), leaves)
     elif tag in SEQUENCES:
-        start = SEQUENCES[tag]
-        for position, item in enumerate(node[start:]):
+        for position, item in enumerate(node[SEQUENCES[tag] :]):
             if type(item) is list:
                 _collect(item, (*path, position), leaves)
     elif tag == "x":

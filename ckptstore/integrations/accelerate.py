@@ -272,8 +272,7 @@ def _whole_state(accelerator: Accelerator, *, trained_only: bool) -> dict[str, A
         for name, objects in _objects(accelerator).items()
     }
     for path, part in _parts(accelerator).items():
-        own = sharded.state_of(part, **words)
-        lists[path.partition(".")[0]].append(own)
+        lists[path.partition(".")[0]].append(sharded.state_of(part, **words))
     return {
         **lists,
         "scaler": None if scaler is None else scaler.state_dict(),

@@ -265,8 +265,7 @@ class FileStream:
             msg = f"the tensor {one.name!r} is a view of {record.nbytes} bytes out of order"
             raise LimitError(msg, hint="ckptstore export writes it")
         memory = memoryview(bytearray(record.nbytes))
-        part = Range(index=one.index, start=0, nbytes=len(memory), out=memory)
-        self._fetch([part])
+        self._fetch([Range(index=one.index, start=0, nbytes=len(memory), out=memory)])
         if record.blocks is not None:
             stored, memory = memory, memoryview(bytearray(record.nbytes))
             gather(record.blocks, record.shape, ITEM_BYTES[record.dtype], stored, memory)

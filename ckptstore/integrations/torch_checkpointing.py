@@ -281,8 +281,7 @@ class CkptStoreStorage(Storage):  # type: ignore[misc]  # not followed by mypy
         return {name: lazy[name,] for name in lazy}
 
     def _existing(self, path: _Path) -> LazyTensor:
-        key = _key(path)
-        found = self._file(key)
+        found = self._file(_key(path))
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", os.fspath(path))
         return found

@@ -272,8 +272,7 @@ class StoreTrainerMixin:
         if sharded.is_sharded(model):
             sharded.fill(self._run, ref, {"model": model}, {})
             return
-        loaded = set_whole(model, weights)
-        self._issue_warnings_after_load(loaded)  # type: ignore[attr-defined]
+        self._issue_warnings_after_load(set_whole(model, weights))  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed is None:

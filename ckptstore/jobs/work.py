@@ -256,6 +256,7 @@ class _Run:
         source, target = self.source.repo, self.target.repo
         report = replicate(source, target, versions, request, **self._tasks)
         self.replicated = report
+        frees = self.job.retain.evict is not None or self.job.retain.source  # goes by the notes
         return {
             "selected": len(versions),
             "copied": len(report.copied),
@@ -266,6 +267,7 @@ class _Run:
             "chunk_bytes": report.chunk_bytes,
             "logical_bytes": report.logical_bytes,
             "noted": report.noted,
+            "note_failure": report.note_failure if frees else "",
             "failures": [asdict(failure) for failure in report.failures],
         }
 
@@ -553,4 +555,11 @@ def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:
         return f"{len(failures)} versions are damaged", errors.IntegrityError.exit_code
     if skipped:
         return f"{len(skipped)} packs could not be moved", errors.PolicyError.exit_code
+    if missed := result.get("missed"):
+        return f"{missed} versions are not whole in the target", errors.IntegrityError.exit_code
+    if unnoted := result.get("note_failure"):
+        return (
+            f"the source cannot note what the target has: {unnoted}",
+            errors.StorageError.exit_code,
+        )
     return "", 0

@@ -283,10 +283,10 @@ class WriteBack:
                 resume = not self._attempts or self._failures > 0
                 wish = ReplicateRequest(bytes_per_s=self._bytes_per_s, resume=resume)
                 report = replicate(self._here, self._there, batch, wish)
-                self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
                     msg = f"what it has cannot be noted here: {report.note_failure}"
                     raise errors.NotReplicatedError(msg)
+                self._settle(batch, {one.version: one.message for one in report.failures})
         except BaseException:
             self._all = self._all or everything
             raise

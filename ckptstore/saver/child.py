@@ -40,8 +40,7 @@ def main(fd: int, parent: int) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(limits.BACKGROUND_NICE)
     logging.basicConfig(format=f"ckptstore saver {os.getpid()}: %(message)s")
-    end = socket.socket(fileno=fd)
-    channel = messages.Channel(end, peer=_watch(parent))
+    channel = messages.Channel(socket.socket(fileno=fd), peer=_watch(parent))
     try:
         received = channel.receive()
         if received is None:

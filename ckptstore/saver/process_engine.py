@@ -239,8 +239,7 @@ class ProcessEngine:
         waiting.answered.set()
         error: errors.SaverDiedError
         try:
-            catalog = self._repo.refresh()
-            found = catalog.find(waiting.version)
+            found = self._repo.refresh().find(waiting.version)
             if found is not None:  # perhaps not durable: the writer may have died just before
                 self._repo.backend.make_durable([commit_key(found.commit)])
         except errors.CkptStoreError as unread:

@@ -252,8 +252,7 @@ class Saver:
     def _emit(
         self, kind: SaveEventKind, save: BackgroundSave, end: object = None, *, raised: bool = False
     ) -> None:
-        receipt = end.receipt if isinstance(end, Done) else {}
-        known = {**save.numbers(), **receipt}
+        known = {**save.numbers(), **(end.receipt if isinstance(end, Done) else {})}
         what = (kind, save.run, save.step, save.version_id)
         event = self._repo.save_event(*what, receipt=known, error=save.error)
         self._events.emit(event, raised=raised)

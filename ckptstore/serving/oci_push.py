@@ -222,8 +222,7 @@ class Login:
 
     def _basic(self) -> dict[str, str]:
         """Return the header of name and password; empty if none are kept."""
-        folder = os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker"
-        file = Path(folder, "config.json")
+        file = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker", "config.json")
         try:
             kept = json.loads(file.read_text()) if file.exists() else {}
             helper = kept.get("credHelpers", {}).get(self._host) or kept.get("credsStore")

@@ -117,8 +117,7 @@ def read_records(
 
 def read_parts(repo: Repo, content: Content, restorer: Restorer) -> None:
     """Read the parts that a restorer needs of records of which it needs no more."""
-    host_bytes = repo.options.host_bytes
-    for batch in in_batches(restorer.parts, lambda part: part.nbytes, host_bytes):
+    for batch in in_batches(restorer.parts, lambda part: part.nbytes, repo.options.host_bytes):
         made = [(part, *part.memory()) for part in batch]
         regions = [
             Region(

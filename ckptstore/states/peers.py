@@ -144,8 +144,7 @@ class Peers:
             msg = f"{gone} is gone, or did not answer within the timeout of the group"
             hint = "start the ranks again; the group is of no use any more"
             raise RankFailedError(msg, hint=hint)
-        kinds = {one["kind"] for one in told.values()}
-        self._over = kinds == {END}
+        self._over = {one["kind"] for one in told.values()} == {END}
         if sends or receives:
             _check_alike(list(told.values()))
         return [told[place] for place in range(len(self.ranks))]

@@ -50,6 +50,19 @@ def test_evict_and_what_comes_after(cli: Cli, store_path: Path, tmp_path: Path) 
             assert store.load(f"gpt@{step}")
 
 
+def test_copies_that_are_lost_are_told(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Versions whose copies are gone past the log of the replica stay, with an exit code."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    cli("replicate", "--to", "replica:cold", "-s", store_path)
+    with ckptstore.open(tmp_path / "cold") as cold:
+        version = cold.resolve("gpt@200")
+    (tmp_path / "cold" / version.manifest_key).unlink()
+    for more in (["--dry-run"], []):
+        done = cli("evict", "--replica", "cold", "gpt@200", *more, "--json", "-s", store_path)
+        assert done.code == 5
+        assert (done.document["evicted"], done.document["missed"]) == ([], [version.id])
+
+
 def test_whoever_has_a_record_s_content_is_named(
     cli: Cli, store_path: Path, tmp_path: Path
 ) -> None:

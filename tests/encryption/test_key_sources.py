@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import logging
 import os
 import pickle
+import resource
 import select
 import sys
 from pathlib import Path
@@ -103,6 +105,20 @@ def test_what_is_not_there_is_named(spec: str) -> None:
     """The message names the file or the variable."""
     with pytest.raises(EncryptionKeyError, match=spec.partition(":")[2]):
         read_key(spec)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048, reason="no process has so many files here"
+)
+def test_a_command_is_run_beside_many_open_files() -> None:
+    """Descriptors above 1,023, which select() refuses, as a training with many shards has them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        assert read_key(f"command:printf {MATERIAL.hex()}").id == ID
 
 
 def test_a_command_is_run_without_a_shell(tmp_path: Path) -> None:

@@ -346,6 +346,9 @@ _LOST_ONE = {"kind": errors.CorruptObjectError.kind}
         ([{"failures": [_COLD_ONE, _COLD_ONE]}], True, errors.ColdObjectError.exit_code),
         ([{"failures": [_COLD_ONE, _LOST_ONE]}], False, errors.IntegrityError.exit_code),
         ([{"skipped": [{}], "failures": []}], False, errors.PolicyError.exit_code),
+        ([{"missed": 0, "note_failure": ""}], False, 0),
+        ([{"missed": 2}], True, errors.IntegrityError.exit_code),
+        ([{"note_failure": "full"}], True, errors.StorageError.exit_code),
         ([{}, {"failures": [_LOST_ONE]}, {"skipped": [{}]}], True, errors.IntegrityError.exit_code),
     ],
 )

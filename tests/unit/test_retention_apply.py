@@ -12,7 +12,7 @@ import torch
 
 import ckptstore
 from ckptstore import errors
-from ckptstore.catalog import content_ops, retention
+from ckptstore.catalog import content_ops, replica_ops, retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.state import Op
@@ -345,11 +345,31 @@ def test_what_is_not_all_there_stays(job: Job, tmp_path: Path) -> None:
     (pack,) = set(packs) - set(others)
     next((tmp_path / "cold").rglob(f"{pack}.pack")).unlink()
     step = _step(run_job(job))
-    assert step.ok
+    assert not step.ok
+    assert step.exit_code == errors.IntegrityError.exit_code
     assert (step.result["missed"], step.result["changes"]) == (1, 1)
     with ckptstore.open(tmp_path / "hot") as hot:
         assert [version.step for version in hot.versions()] == [2, 3]
     _assert_loads(tmp_path / "hot", 2)
+
+
+def test_what_cannot_be_noted_frees_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that is full has no room for the note that goes before its versions: it is told."""
+    real, asked = replica_ops.replicated, []
+
+    def full(*args: Any) -> list[Op]:  # noqa: ANN401 - as it is
+        asked.append(args)
+        if len(asked) > 1 and (ops := real(*args)):
+            raise errors.StorageFullError(f"{len(ops)} cannot be appended")
+        return real(*args)
+
+    monkeypatch.setattr(replica_ops, "replicated", full)
+    report = run_job(job)
+    assert report.exit_code == errors.StorageError.exit_code
+    assert [(step.name, step.ok) for step in report.steps] == [("replicate", False)]
+    assert "cannot be appended" in report.steps[0].error
+    monkeypatch.setattr(replica_ops, "replicated", real)
+    assert _step(run_job(job)).result["changes"] == 2
 
 
 def test_no_answer_to_the_second_look(

@@ -32,6 +32,7 @@ from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.config import SYSTEM
 from ckptstore.errors import AmbiguousWriteError, InvalidUrlError, StorageError
+from ckptstore.format.keys import pack_key
 
 KEYS = {"key": "AKID", "secret": "s3cret"}
 LARGE = bytes(range(256)) * 8192
@@ -445,12 +446,53 @@ def test_fsspecs_configuration_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.client["use_ssl"] is False
 
 
+def _answered(*answers: dict[str, Any] | Exception) -> S3Backend:
+    """Return a backend whose calls have these answers, one after the other."""
+    left = list(answers)
+
+    def call(*_: object) -> dict[str, Any]:
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def read(request: object, accept: Any) -> bytes:  # noqa: ANN401 - of the backend
+        accept(call(request))
+        raise AssertionError
+
+    calls = SimpleNamespace(call=call, read=read)
+    client: PerProcess[Any] = PerProcess(lambda: calls)
+    return S3Backend(parse_bucket_url("s3://bucket/p"), client, scatter_read=True)
+
+
+def test_an_answer_without_a_length_is_told() -> None:
+    """As a proxy gives it that sends bodies in chunks: nothing is made up, or repeated."""
+    key, head = pack_key("0" * 32), {"LastModified": datetime.now(UTC)}
+    backend = _answered(head, head, head)
+    with pytest.raises(StorageError, match="without a length"):
+        backend.stat(key)
+    with pytest.raises(StorageError, match="without a length"):
+        backend.cold_storage().restore_state(key)
+    with pytest.raises(StorageError, match="without a length"):
+        backend.get(key, bytes_max=10)
+
+
+def test_a_deleted_object_may_be_gone_before() -> None:
+    """Amazon answers 204, servers like it 404: neither is an error; a missing bucket is."""
+
+    def refusal(code: str) -> ClientError:
+        about = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+        return ClientError(about, "DeleteObject")
+
+    backend = _answered(refusal("NoSuchKey"), refusal("NoSuchBucket"))
+    backend.delete(pack_key("0" * 32))
+    with pytest.raises(StorageError, match="NoSuchBucket"):
+        backend.delete(pack_key("0" * 32))
+
+
 @pytest.mark.parametrize("more", [{"NextContinuationToken": ""}, {}], ids=["empty", "missing"])
 def test_a_listing_that_is_cut_short_without_a_token_is_refused(more: dict[str, Any]) -> None:
     """A part of a listing never counts as the whole: a collection would delete what it lacks."""
-    page = {"Contents": [], "IsTruncated": True, **more}
-    calls = SimpleNamespace(call=lambda method, request: page)
-    client: PerProcess[Any] = PerProcess(lambda: calls)
-    backend = S3Backend(parse_bucket_url("s3://bucket/p"), client, scatter_read=True)
+    backend = _answered({"Contents": [], "IsTruncated": True, **more})
     with pytest.raises(StorageError, match="cuts the listing short"):
         list(backend.list("commits/"))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import torch
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog import replica_ops
 from ckptstore.catalog.replica_ops import name_replica
+from ckptstore.catalog.state import Op
 from ckptstore.errors import InvalidInputError, NotFoundError, NotReplicatedError, StorageError
 from ckptstore.events import SaveEvent
 from ckptstore.replicas.writeback import WriteBack
@@ -93,6 +96,24 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
     for store in made.opened:
         with contextlib.suppress(NotReplicatedError):
             store.close()
+
+
+def test_what_could_not_be_noted_is_noted_later(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy has come, and the hot store cannot say so at first: it is not given up."""
+    real, asked = replica_ops.replicated, []
+
+    def down(*args: Any) -> list[Op]:  # noqa: ANN401 - as it is
+        asked.append(args)
+        if len(asked) == 2:
+            raise StorageError("it is down")
+        return real(*args)
+
+    monkeypatch.setattr(replica_ops, "replicated", down)
+    saved = tiers.hot.run("gpt", write_back="cold").save(state_of(1), step=1)
+    assert tiers.hot.wait_replicated(saved, _PATIENCE_S).state == "replicated"
+    assert len(asked) > 2
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])

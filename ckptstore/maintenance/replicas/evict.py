@@ -101,18 +101,19 @@ def evict(
 
     work = _Evicting(here=here, there=there, pins=Pins(here=here, there=there) if pin else None)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
+    if not dry_run:
+        work.settle(versions, chosen)
+    known = [one for one in chosen if not dry_run or one.id not in coming]
+    missed = missing(there, known) if known else set()
+    left = [one for one in chosen if one.id not in missed]
     if dry_run:
-        return work.foreseen(versions, chosen)
-    work.settle(versions, chosen)
-    if not chosen:
-        return work.report()
-    missed = missing(there, chosen)
+        return work.foreseen(versions, left, missed)
     if missed:
         what = "%d versions stay in %s: %s does not have all that they need"
         _log.warning(what, len(missed), here.url, there.url)
-    there.refresh()
-    chosen = [one for one in chosen if one.id not in missed]
-    for batch in batches(chosen, limits.RELOCATES_PER_COMMIT):
+    if left:
+        there.refresh()
+    for batch in batches(left, limits.RELOCATES_PER_COMMIT):
         work.let_go(batch)
     return work.report(missed)
 
@@ -329,16 +330,17 @@ class _Evicting:
             self.pinned += sorted(self.pins.leave(part))
         self.unpinned += self.pins.take_away(gone)
 
-    def foreseen(self, versions: Sequence[Version], chosen: Sequence[Version]) -> EvictReport:
+    def foreseen(
+        self, versions: Sequence[Version], chosen: Sequence[Version], missed: Collection[str]
+    ) -> EvictReport:
         """Return what would be done, by both logs as they are."""
-        if self.pins is None:
-            return EvictReport(evicted=tuple(chosen))
-        free = [one for one in chosen if not self.pins.has(one.id)]
-        return EvictReport(
-            evicted=tuple(chosen),
-            pinned=tuple(one.id for one in (*self._let_go_before(versions, self.pins), *free)),
-            unpinned=tuple(self.pins.forgotten()),
-        )
+        self.evicted += chosen
+        if self.pins is not None:
+            free = [one for one in chosen if not self.pins.has(one.id)]
+            before = self._let_go_before(versions, self.pins)
+            self.pinned += [one.id for one in (*before, *free)]
+            self.unpinned += self.pins.forgotten()
+        return self.report(missed)
 
     def _let_go_before(self, versions: Sequence[Version], pins: Pins) -> list[Version]:
         """Return those whose record alone is here, and which are there, not pinned."""
