@@ -449,8 +449,7 @@ class AzureColdStorage:
 
     def set_class(self, key: str, name: str) -> bool:
         """Set the tier, which moves no byte."""
-        tier = tier_of(name)
-        before = self.restore_state(key)
+        tier, before = tier_of(name), self.restore_state(key)
         if before.storage_class == name:
             return False
         if not before.is_readable:

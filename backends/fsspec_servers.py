@@ -306,5 +306,4 @@ _SYSTEMS: Final[Mapping[str, type[System]]] = {
 def system_of(kind: type) -> System:
     """Return the handling of a file system class."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
-    found = next((_SYSTEMS[name] for name in names if name in _SYSTEMS), System)
-    return found()
+    return next((_SYSTEMS[name] for name in names if name in _SYSTEMS), System)()

@@ -177,8 +177,7 @@ def measure(
         total, step = count * limits.MIB, 8 * limits.MIB
 
         def read(offset: int) -> None:
-            memory = bytearray(min(step, total - offset))
-            backend.read_into(key, offset, [memoryview(memory)])
+            backend.read_into(key, offset, [memoryview(bytearray(min(step, total - offset)))])
 
         with ThreadPoolExecutor(backend.capabilities.concurrency) as pool:
             list(pool.map(read, range(0, total, step)))
@@ -355,8 +354,7 @@ class _Probe:
         if isinstance(once, RetryingBackend):  # S3 answers most creators of a race by "try again"
             once = once.inner
         claimed = self._backend.capabilities.put_if_absent is PutIfAbsent.ATOMIC
-        more_s = 0.0 if claimed else limits.PROBE_RACE_S
-        end = self._environment.monotonic() + more_s
+        end = self._environment.monotonic() + (0.0 if claimed else limits.PROBE_RACE_S)
         with ThreadPoolExecutor(creators) as pool:
             while rounds < limits.PROBE_ROUNDS or (
                 rounds < limits.PROBE_ROUNDS_MAX and self._environment.monotonic() < end

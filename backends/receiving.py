@@ -101,8 +101,7 @@ def _from_socket(
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
     sock.settimeout(None)
     while rest and left > 0:
-        step = rest[0][: min(left, limits.STREAM_BYTES)]
-        count = sock.recv_into(step, 0, socket.MSG_WAITALL)
+        count = sock.recv_into(rest[0][: min(left, limits.STREAM_BYTES)], 0, socket.MSG_WAITALL)
         if not count:
             break
         left -= count

@@ -80,8 +80,7 @@ class S3Backend(bucket.BucketBackend[S3Calls]):
             """Refuse a body that is larger than allowed."""
             base.check_size(key, _length(answer), bytes_max)
 
-        request = self._object(key)
-        return self._run(f"get {key}", lambda calls: calls.read(request, accept))
+        return self._run(f"get {key}", lambda calls: calls.read(self._object(key), accept))
 
     def stat(self, key: str) -> base.ObjectInfo:
         """Return size and time by a HEAD."""

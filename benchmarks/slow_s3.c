@@ -441,15 +441,15 @@ static bool send_object(line *c, const object *o, size_t begin, size_t end) {
     size_t high = end - at < p->data.size ? end - at : p->data.size;
     while (low < high) {
       size_t within = low % BLOCK, step = BLOCK - within < high - low ? BLOCK - within : high - low;
+      pthread_mutex_lock(&lock);
+      served.sent += step; /* before: who has received it may ask at once */
+      pthread_mutex_unlock(&lock);
       if (!send_all(c, p->data.blocks[low / BLOCK] + within, step, 0)) return false;
       low += step;
       sent += step;
       if (c->rate > 0) pause_s(began + (double)sent / c->rate - now_s());
     }
   }
-  pthread_mutex_lock(&lock);
-  served.sent += sent;
-  pthread_mutex_unlock(&lock);
   return true;
 }
 

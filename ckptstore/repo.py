@@ -371,8 +371,7 @@ def create_on(
     """
     options = options if options is not None else Options()
     # First the remains of a store, then the superblock: a running creator writes that first.
-    left = remains(backend)
-    found = read_superblock(backend)
+    left, found = remains(backend), read_superblock(backend)
     if found is None:
         if left:
             msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"

@@ -357,8 +357,7 @@ class DivergenceGuard(_Monitor):
         CkptStoreError
             The rollback failed; the head is where it was.
         """
-        number = float(value)
-        limit = self.limit()
+        number, limit = float(value), self.limit()
         kind: Literal["ok", "nan", "spike"] = "ok"
         if not math.isfinite(number):
             kind = "nan"

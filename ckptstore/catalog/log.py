@@ -279,8 +279,7 @@ class Log:
                 data, commit, after = self._prepare(catalog, ops)
                 if commit.number % limits.COMMITS_PER_FOLDER == 0:  # its own folder is synced alone
                     self._backend.make_durable([commit_key(commit.number - 1)])
-                claim = self._claim_alone if self.single_writer else self._claim
-                if claim(data, commit):
+                if (self._claim_alone if self.single_writer else self._claim)(data, commit):
                     self.catalog, self._own = after, commit
                     self._reader.wrote(commit.number, len(data))
                     self.others.note(commit, after)

@@ -106,6 +106,7 @@ class Policy:
         PolicyError
             There is no rule at all, and no encoding.
         """
+        value = entries_of(value, "the policy")
         unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings", "roles"}))
         if unknown:
             msg = f"a policy has no {unknown[0]!r}"
@@ -115,7 +116,7 @@ class Policy:
         return cls.parse(
             **{name: _texts(key, value[key], RULES_HINT) for name, key in levels.items()},
             lossy=_texts("lossy", value.get("lossy", ()), "such as int8:rel_l2=0.02"),
-            encodings=value.get("encodings"),  # type: ignore[arg-type]  # checked in there
+            encodings=value.get("encodings"),
             roles=value.get("roles"),
         )
 

@@ -142,8 +142,7 @@ def fixed_roles(catalog: Catalog, run: str) -> dict[Pattern, str]:
         What is stored are no roles.
     """
     for text in catalog.policies(run):
-        stored = json.loads(text).get("roles", {})
-        if found := Policy.from_json({"roles": stored}).roles:
+        if found := Policy.from_json({"roles": json.loads(text).get("roles", {})}).roles:
             return dict[Pattern, str](found.items())
     return {}
 

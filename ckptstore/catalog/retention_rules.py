@@ -286,8 +286,7 @@ def _every(reader: _Reader) -> Rule:
 
 
 def _best(reader: _Reader) -> Rule:
-    count = reader.number()
-    word = reader.take("a metric")
+    count, word = reader.number(), reader.take("a metric")
     if word == ",":
         reader.refuse("a metric must follow", back=True)
     try:
@@ -327,8 +326,7 @@ class _Reader:
         self._at = 0
 
     def _split(self) -> Iterator[tuple[str, int]]:
-        at = 0
-        end = len(self._text.rstrip())
+        at, end = 0, len(self._text.rstrip())
         while at < end:
             found = _TOKEN.match(self._text, at)
             if found is None:

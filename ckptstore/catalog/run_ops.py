@@ -253,8 +253,7 @@ def save(
     LimitError
         If there are too many tags or metrics, or the metadata is too large.
     """
-    step = _step(step)
-    tags = check_listed(tags, "tags")
+    step, tags = _step(step), check_listed(tags, "tags")
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise errors.LimitError(msg)

@@ -141,8 +141,7 @@ def prove(
     before = known.of(digest, record, high.dtype)
     if before and b"".join(ids := [blake3_digest(part) for part in parts_of(high, grid)]) in before:
         return Proved(digest=digest, ids=ids)
-    hasher = Hasher()
-    pieces = PieceChecksums(grid)
+    hasher, pieces = Hasher(), PieceChecksums(grid)
     elements = Elements(high)
     there = unguarded(low.payload).view()  # on a device it is not read a second time
     given = np.empty(min(_STEP, elements.count), raw_dtype(high.dtype))

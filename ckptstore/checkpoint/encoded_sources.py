@@ -202,8 +202,7 @@ def _scales(elements: Elements, form: Form, start: int, out: memoryview) -> None
     for at in range(0, len(target), step):
         count = min(step, len(target) - at)
         first = (low + at) * form.block
-        last = min(first + count * form.block, elements.count)
-        raw = elements.read(first, last, copy=False)
+        raw = elements.read(first, min(first + count * form.block, elements.count), copy=False)
         target[at : at + count] = form.scales(elements.dtype, raw)
 
 

@@ -62,8 +62,7 @@ def look(source: Source, step: int) -> TensorFacts:
     TornStateError
         It is not what was staged.
     """
-    hasher = Hasher()
-    seen = ValueRange()
+    hasher, seen = Hasher(), ValueRange()
     steps = PieceChecksums(step * source.itemsize)
     kind = raw_dtype(source.dtype)
     for part in parts_of(source, _STEP * source.itemsize, copy=True):
@@ -92,8 +91,7 @@ def measure(
     TornStateError
         The tensor is not what was looked at.
     """
-    difference = Difference()
-    hasher = Hasher()
+    difference, hasher = Difference(), Hasher()
     codes, scales = PieceChecksums(grids[0]), PieceChecksums(grids[1])
     for number, at in enumerate(range(0, elements.count, form.step)):
         raw = elements.read(at, min(at + form.step, elements.count), copy=True)

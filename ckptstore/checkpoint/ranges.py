@@ -89,8 +89,7 @@ class _Part:
         self._start, self._out = start, out
         if not nbytes:
             return
-        end = start + nbytes
-        base = manifest.first[index]
+        end, base = start + nbytes, manifest.first[index]
         if not start and nbytes == manifest.pieces.raw[base]:  # most tensors are one piece
             then = tuple([one.taking(0) for one in following]) if following else ()
             self.items.append(ReadItem(base, out, label, then))
@@ -413,8 +412,7 @@ class _Making:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
         for step, _ in zip(group, pool.map(self._decode, group), strict=True):
-            record = self.content.manifest.tensors[step.whole.index]
-            if step.whole.nbytes == record.nbytes:
+            if step.whole.nbytes == self.content.manifest.tensors[step.whole.index].nbytes:
                 self.hasher.update(step.out)
                 if step.last:
                     self._check(step.whole, self.hasher)

@@ -97,8 +97,7 @@ def read_regions(
     """
     if not regions:
         return
-    content = regions[0].content
-    room = options.host_bytes
+    content, room = regions[0].content, options.host_bytes
     if any(content.manifest.tensors[region.index].recipe for region in regions):
         room = max(1, room // 2)  # the other half is for what they follow from
         options = replace(options, host_bytes=room)
@@ -233,8 +232,7 @@ def _fit(
             target = _part(
                 out, [slice(a - m, b - m) for a, b, m in zip(first, end, low, strict=True)]
             )
-            whole = target.size * target.itemsize == piece.nbytes
-            if whole and target.flags.c_contiguous:
+            if target.size * target.itemsize == piece.nbytes and target.flags.c_contiguous:
                 piece.direct = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
                 return True
             piece.copies.append((at, sizes, source, target))

@@ -185,8 +185,7 @@ def _role_bytes(
     visible_count
         How many of the records leaves name, the first so many; None for all.
     """
-    written = attempts[-1]
-    visible = records[:visible_count]
+    written, visible = attempts[-1], records[:visible_count]
     is_new = np.logical_or.reduce([part.is_new for part in attempts])
     stored_new = np.add.reduce([part.stored_new for part in attempts])
     counts = [last - first for first, last in pairwise(written.first)]

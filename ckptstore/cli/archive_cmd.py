@@ -183,8 +183,7 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
     since_last = options.since == "last"
     moment = before.covered_until if since_last else options.since
     # What was saved shortly before may have shown shortly after, and clocks differ.
-    slack_s = limits.SINCE_SLACK_S if since_last else 0.0
-    since_s = _seconds(moment) - slack_s if moment else None
+    since_s = _seconds(moment) - (limits.SINCE_SLACK_S if since_last else 0.0) if moment else None
     try:
         with output.progress() as progress, vouching():
             done = run_job(

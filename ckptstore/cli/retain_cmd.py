@@ -98,8 +98,7 @@ def retain(
     ckptstore retain gpt --full 'last 3' --weights 'best 5 val_loss'
     ckptstore retain gpt --set --full 'last 3' --apply
     """
-    output = options.output("retain")
-    policy = rules.policy()
+    output, policy = options.output("retain"), rules.policy()
     _check(rules, policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
     with opened(options, writing=True) as opening:  # a preview reads the storage's clock
         if (set_policy or clear) and not dry_run:

@@ -135,8 +135,7 @@ def undelete(
             named = [full_ref(opening, ref) for ref in refs or ()]
         found = opening.undelete(named)
         lines = [f"{version_text(v)} is back{_less(v)}" for v in found]
-        document = {"versions": [name_document(v) for v in found]}
-        options.output("undelete").tell(document, *lines)
+        options.output("undelete").tell({"versions": [name_document(v) for v in found]}, *lines)
 
 
 def _less(version: Version) -> str:

@@ -76,8 +76,7 @@ def verify(
     ckptstore verify gpt
     ckptstore verify --sample 5% --record --resume verify.state
     """
-    output = options.output("verify")
-    share = _share(sample)
+    output, share = options.output("verify"), _share(sample)
     if part is not None and share == 1:
         msg = "--part says which part of a sample"
         raise InvalidInputError(msg, hint=f"--sample 5% --part {part}")
@@ -328,8 +327,7 @@ def _draw_repair(screen: Screen, report: RepairReport, found: SuperblockFinding 
     elif found or report.problems or report.commits or report.snapshots:
         if any(commit.set_aside and not commit.mended for commit in report.commits):
             screen.line("the log goes on past a damaged record; what it held is lost", "yellow")
-        done = "can be mended" if report.dry_run else "is mended"
-        screen.line(f"everything {done}", "green")
+        screen.line(f"everything {'can be' if report.dry_run else 'is'} mended", "green")
     else:
         screen.line("no damage", "green")
 

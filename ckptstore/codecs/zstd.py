@@ -50,8 +50,7 @@ def compress(data: Part, *, local: bool = False) -> bytes:
     local
         Whether what follows is soon unlike what came before; takes longer, to decompress as well.
     """
-    compressor = _contexts.local_compressor if local else _contexts.compressor
-    return compressor.compress(data)
+    return (_contexts.local_compressor if local else _contexts.compressor).compress(data)
 
 
 def decompress(frame: memoryview, size: int) -> bytes:

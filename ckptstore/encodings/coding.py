@@ -238,6 +238,9 @@ class ValueRange:
             self.low, self.high = min(self.low, low), max(self.high, high)
         else:
             self.finite = False
+            rest = values[np.isfinite(values)]
+            self.low = min(self.low, float(rest.min(initial=math.inf)))
+            self.high = max(self.high, float(rest.max(initial=-math.inf)))
 
     @property
     def negative(self) -> bool:

@@ -154,8 +154,7 @@ class Encoding:
 
 def _digits(number: float) -> str:
     """Return the text of a number that is read as the same one."""
-    short = f"{number:g}"
-    whole = isinstance(number, int)
+    short, whole = f"{number:g}", isinstance(number, int)
     return repr(number) if whole or float(short) != number else short
 
 

@@ -173,8 +173,7 @@ def gather(blocks: Blocks, shape: Sequence[int], item: int, stored: Buffer, out:
     """
     element = np.dtype(f"V{item}")
     whole = np.frombuffer(out, element).reshape(shape)
-    source = np.frombuffer(stored, element)
-    at = 0
+    source, at = np.frombuffer(stored, element), 0
     for offsets, sizes in blocks:
         part = tuple(slice(start, start + n) for start, n in zip(offsets, sizes, strict=True))
         count = math.prod(sizes)

@@ -63,8 +63,7 @@ def strides_of(shape: Sequence[int], order: Sequence[int] | None) -> tuple[int, 
     order
         Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ...
     """
-    strides = [0] * len(shape)
-    step = 1
+    strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape)) if order is None else order):
         strides[dim] = step
         step *= max(shape[dim], 1)

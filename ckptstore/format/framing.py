@@ -82,8 +82,7 @@ def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
     if split < len(_BODY) or not data.startswith(_BODY) or not data.endswith(_END):
         msg = f"{where} is not a record of ckptstore, or is cut off ({len(data)} bytes)"
         raise CorruptObjectError(msg)
-    tail = data[split:]
-    body = data[len(_BODY) : split]
+    tail, body = data[split:], data[len(_BODY) : split]
     said = tail[len(_DIGEST) : -len(_END)]
     digest = blake3_hex(body)
     if not tail.startswith(_DIGEST) or said != digest.encode():

@@ -36,6 +36,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
@@ -142,6 +143,13 @@ def table_of(body: ManifestBody, where: str) -> PieceTable:
     return PieceTable(ids=ids, packs=packs, **columns)
 
 
+def _is_sized(item: int | None, shape: Sequence[int], nbytes: int) -> bool:
+    """Return whether a shape gives the bytes, unless the dtype is unknown, and can be counted."""
+    if 0 in shape:
+        return nbytes == 0 and math.prod(filter(None, shape)) < 1 << 59
+    return item is None or item * math.prod(shape) == nbytes
+
+
 def tensors_of(
     body: ManifestBody, pieces: PieceTable, where: str
 ) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
@@ -166,6 +174,7 @@ def tensors_of(
             and len(shape) <= limits.TENSOR_DIMS_MAX
             and 0 <= min(shape, default=0) <= max(shape, default=0) < 1 << 63
             and (order is None or sorted(order) == list(range(len(shape))))
+            and _is_sized(ITEM_BYTES.get(body.dtypes[dtype]), shape, nbytes)
         )
         if not fits:
             raise corrupt(where, f"tensor {place} is out of bounds")

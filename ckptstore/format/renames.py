@@ -118,8 +118,7 @@ class Renames:
         text = path_text(path)
         for old, new in self._mapping.items():
             prefix = _text(old)
-            at_keys = not isinstance(old, tuple) or path[: len(old)] == old
-            if at_keys and _leads(prefix, text):
+            if (not isinstance(old, tuple) or path[: len(old)] == old) and _leads(prefix, text):
                 self._unused.discard(old)
                 rest = text[len(prefix) :].removeprefix(".")
                 text = ".".join(part for part in (_text(new), rest) if part)

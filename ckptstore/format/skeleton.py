@@ -55,13 +55,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.paths import Key, Path
+
+if TYPE_CHECKING:
+    from ckptstore.format.tables import TensorRecord
 
 KeysBelow: TypeAlias = Callable[[Path], tuple[Collection[str], tuple[str, ...]] | None]
 Node: TypeAlias = "bool | int | float | str | bytes | list[Node] | None"
@@ -96,6 +99,20 @@ class Leaf:
     """The record, from 0; for a view, the record of its base."""
     node: Node
     """The skeleton's node, for those who rebuild."""
+
+
+def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a leaf; a view has its own."""
+    node = leaf.node
+    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
+        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
+    return record.dtype, record.shape
+
+
+def retyped(leaves: Sequence[Leaf], records: Sequence[TensorRecord]) -> set[int]:
+    """Return the records whose bits a view reads as another dtype."""
+    kinds = ((leaf.index, kind_of(leaf, records[leaf.index])[0]) for leaf in leaves)
+    return {index for index, dtype in kinds if dtype != records[index].dtype}
 
 
 def encode(node: Node) -> bytes:

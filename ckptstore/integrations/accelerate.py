@@ -29,7 +29,7 @@ from ckptstore.integrations import sharded_states as sharded
 from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.data_position import per_rank, this_rank
 from ckptstore.integrations.model_names import set_whole
-from ckptstore.integrations.randomness import capture_all, restore_mine
+from ckptstore.integrations.randomness import capture_all, resume_random
 from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
 from ckptstore.resuming.witness import Witness
@@ -87,8 +87,7 @@ def save_state(
     options = _noted(accelerator, run, options)
     if _parts(accelerator) and not sharded.wants_full(accelerator):  # each rank saves its part
         return sharded.save_parts(run, state, _SHARDED, step=step, **options).result()
-    one = from_first(lambda: run.save(state, step=step, **options).id)
-    return run.resolve(f"#{one}")
+    return run.resolve(f"#{from_first(lambda: run.save(state, step=step, **options).id)}")
 
 
 def save_state_async(
@@ -165,7 +164,7 @@ def load_state(
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["accelerator"]["step"]
-    restore_mine(state["rng"])
+    resume_random(state["rng"])
     return version
 
 

@@ -187,8 +187,7 @@ def export_universal(store: Store, ref: str, folder: str | os.PathLike[str]) -> 
     StorageError
         It could not be written, or the version not be read.
     """
-    path = absolute_path(folder)
-    version = store.resolve(ref)
+    path, version = absolute_path(folder), store.resolve(ref)
     kept = _part(store, version, KEPT)
     if path.exists():
         raise errors.ConflictError(f"{path} is there already", hint="name a new folder")

@@ -65,8 +65,7 @@ class FileWriter(io.RawIOBase):
         view = memoryview(data)
         if not view.nbytes:
             return 0
-        view = view.cast("B")
-        at = 0
+        view, at = view.cast("B"), 0
         while at < len(view):
             more = view[at : at + self._part_bytes - len(self._held)]
             self._held += more

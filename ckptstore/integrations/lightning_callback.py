@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.integrations.preemption import Preemption
-from ckptstore.integrations.randomness import capture, capture_all, restore, restore_mine
+from ckptstore.integrations.randomness import (
+    capture,
+    capture_all,
+    restore,
+    restore_mine,
+    resume_random,
+)
 from ckptstore.resuming.witness import Witness
 
 __all__ = ["LoopState"]
-
-_log = logging.getLogger("ckptstore")
 
 
 class LoopState:
@@ -108,8 +111,8 @@ class LoopState:
         self._set()
 
     def _set(self) -> None:
-        if self._rng and self._restored is not None and not restore_mine(self._restored):
-            _log.warning("the version has no random state of this rank: it goes on with another")
+        if self._rng and self._restored is not None:
+            resume_random(self._restored)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics from before the validation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random  # noqa: TID251 - what users draw from is saved; nothing is drawn here
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from ckptstore.integrations.ranks import gathered, place
+
+_log = logging.getLogger("ckptstore")
 
 
 def capture() -> dict[str, Any]:
@@ -58,6 +61,12 @@ def restore_mine(states: Mapping[str, Any]) -> bool:
         return False
     restore(state)
     return True
+
+
+def resume_random(states: Mapping[str, Any]) -> None:
+    """Set the generators to this rank's states; warn if it was not among those saved."""
+    if not restore_mine(states):
+        _log.warning("the version has no random state of this rank: it goes on with another")
 
 
 def _devices() -> Any:  # a module: torch.cuda, torch.xpu ...

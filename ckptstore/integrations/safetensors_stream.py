@@ -373,8 +373,7 @@ def export_safetensors(
         The store or the local disk failed. No file appears.
     """
     _check_name(Path(path))
-    repo = store.repo
-    version = store.resolve(ref)
+    repo, version = store.repo, store.resolve(ref)
     content = store._session.replicas.content(version)
     items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
     plan = PlannedFile(encode_header(items, version), tuple(Weight(one, one) for one in items))

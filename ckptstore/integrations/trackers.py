@@ -134,8 +134,7 @@ class Tracking:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close it; after Ctrl-C nothing is waited for."""
-        ends = kind is not None and not issubclass(kind, Exception)
-        self.close(0.0 if ends else _CLOSE_S)
+        self.close(_CLOSE_S if kind is None or issubclass(kind, Exception) else 0.0)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Wait until all durable versions are logged, at most this long; then log no more."""
@@ -327,8 +326,7 @@ def _trackio(given: Any) -> TrackerRun:  # a Run
     """Return a run of Trackio: versions are those of an artifact that refers to the store."""
     import trackio
 
-    active = given or trackio.context_vars.current_run.get()
-    run = _need(active, "trackio", "trackio.init(...)")
+    run = _need(given or trackio.context_vars.current_run.get(), "trackio", "trackio.init(...)")
     about = {"run": run.id, "name": run.name, "project": run.project}
 
     def send(version: Version, facts: dict[str, Any]) -> None:

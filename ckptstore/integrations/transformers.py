@@ -35,7 +35,7 @@ from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.model_names import set_whole
 from ckptstore.integrations.preemption import Preemption
 from ckptstore.integrations.pretrained import describe_model, export_pretrained
-from ckptstore.integrations.randomness import capture_all, restore_mine
+from ckptstore.integrations.randomness import capture_all, resume_random
 from ckptstore.integrations.ranks import from_first, on_all, place
 from ckptstore.model import Version
 from ckptstore.resuming.witness import Witness
@@ -297,7 +297,7 @@ class StoreTrainerMixin:
         if self._resumed is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif "rng" in self._resumed:
-            restore_mine(self._resumed["rng"])
+            resume_random(self._resumed["rng"])
             self._watch()  # all is restored, and nothing is drawn yet
 
     def _load_best_model(self) -> None:

@@ -286,8 +286,7 @@ class _Copying:
         for item in chunk.items:
             inner = int(self.table.inner[item.row])
             size = int(self.table.raw[item.row])
-            whole = size == chunk.raw_bytes
-            piece = chunk_id if whole else found.piece_id(inner, size)
+            piece = chunk_id if size == chunk.raw_bytes else found.piece_id(inner, size)
             if piece != self.table.ids[item.row].tobytes():
                 raise corrupt(where, "content does not match its chunk id")
             base = self.table.base_of(item.row)

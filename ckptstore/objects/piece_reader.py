@@ -73,8 +73,7 @@ def read_pieces(
             failed.append(item)
 
         # Processes that share it begin at different places, to fetch for each other.
-        start = int(SYSTEM.random_hex(4), 16)
-        _read(table, items, backend, options, progress, note, start)
+        _read(table, items, backend, options, progress, note, int(SYSTEM.random_hex(4), 16))
         if not failed:
             return
         items, backend, progress = failed, past, silent
@@ -221,8 +220,7 @@ class _Reading:
             for item in chunk.items:
                 try:
                     with self.decoding:
-                        parsed = checked(chunk, header, body)
-                        base = item.row, parsed, body
+                        base = item.row, checked(chunk, header, body), body
                         self._apply(span, chunk, base, deltas[item.row], scratch)
                 except errors.CorruptObjectError as error:
                     self._base_lost(span, chunk.offset, deltas[item.row], error)

@@ -68,8 +68,7 @@ def plan_jobs(
     batches: dict[Layout, list[tuple[Source, int]]] = {}
     filled: dict[Layout, int] = {}
     for source in sources:
-        layout = layout_of(source.dtype)
-        slot = first[-1]
+        layout, slot = layout_of(source.dtype), first[-1]
         if source.nbytes >= limits.SMALL_TENSOR_BYTES:
             length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
             ids = _foreseen(source, -(-source.nbytes // length))
@@ -395,8 +394,7 @@ class _PieceWrite:
                 return True
         staged = room.view(job.length)
         copy_from(source.payload, job.start, staged)
-        piece_id = blake3_digest(staged)
-        hashed = self.clock()
+        piece_id, hashed = blake3_digest(staged), self.clock()
         spent.hashing_s += hashed - began
         if self._share(slot, piece_id, job.length):
             return True

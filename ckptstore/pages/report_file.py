@@ -84,7 +84,7 @@ def _documents(store: Store, run: str | None) -> Iterator[tuple[str, dict[str, A
     overview = DOCUMENTS["overview"](store, {})
     overview["runs"] = [one for one in overview["runs"] if run in {None, one["name"]}]
     yield "overview", overview
-    for name in ("health", "storage", "lineage"):
+    for name in ("health", "storage", "lineage") if run is None else ():  # of all runs
         yield name, DOCUMENTS[name](store, {})
     lines = overview["runs"]
     most = str(max(20, min(POINTS_MAX, _POINTS_MAX // max(1, len(lines)))))

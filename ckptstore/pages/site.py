@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,7 @@ def version(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     query
         ``ref``: an id or any ref; ``search``: a part of the paths of tensors.
     """
-    catalog = store.repo.refresh()
-    ref = query.get("ref", "")
+    catalog, ref = store.repo.refresh(), query.get("ref", "")
     one = catalog.version(ref) if catalog.has_version(ref) else store.resolve(ref)
     info = catalog.run(one.run)
     (plan,) = retention.plan(catalog, run=one.run, times=StorageTimes(store.repo))
@@ -148,6 +148,10 @@ def diff(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+_alone: Final = threading.Lock()
+"""Of the tensor whose values are counted: each takes some of its size in float64."""
+
+
 def values(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     """Return a histogram of the tensor ``path`` of the version ``ref``; reads this tensor alone.
 
@@ -156,20 +160,23 @@ def values(store: Store, query: Mapping[str, str]) -> dict[str, Any]:
     from ckptstore.states.lazy import SLICEABLE  # imports torch, which files do not need
 
     lazy = store.version(query.get("ref", ""))[query.get("path", "")]
-    total = math.prod(lazy.shape)
+    total, kind = math.prod(lazy.shape), lazy._leaf.kind
+    if total > _ELEMENTS_MAX and kind not in {*SLICEABLE, "view"}:
+        raise InvalidInputError(f"{lazy.path} has too many elements to read it whole")
     box, left = [], _ELEMENTS_MAX
     for place, size in enumerate(lazy.shape):
         rest = math.prod(lazy.shape[place + 1 :])
         box.append(slice(0, min(size, max(1, left // max(1, rest)))))
         left = max(1, left // max(1, box[-1].stop)) if rest <= left else left
-    whole = total <= _ELEMENTS_MAX and lazy._leaf.kind not in SLICEABLE
-    numbers = _numbers(lazy.load() if whole else lazy[tuple(box)])
-    return {
-        "path": lazy.path,
-        "elements": max(total, numbers.numel()),
-        "counted": numbers.numel(),
-        **_histogram(numbers),
-    }
+    whole = total <= _ELEMENTS_MAX and kind not in SLICEABLE
+    with _alone:
+        numbers = _numbers(lazy.load() if whole else lazy[tuple(box)])
+        return {
+            "path": lazy.path,
+            "elements": max(total, numbers.numel()),
+            "counted": numbers.numel(),
+            **_histogram(numbers),
+        }
 
 
 def _numbers(part: Any) -> torch.Tensor:  # noqa: ANN401 - whatever a leaf loads as

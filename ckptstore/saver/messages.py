@@ -111,8 +111,7 @@ class Channel:
 
     def _exactly(self, size: int) -> bytearray | None:
         data = bytearray(size)
-        view = memoryview(data)
-        filled = 0
+        view, filled = memoryview(data), 0
         while filled < size:
             count = self._socket.recv_into(view[filled:]) if self._readable() else 0
             if not count:

@@ -10,6 +10,7 @@ file is never mixed of two versions. S3, read-only: the keys of the bucket ``sto
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import calendar
 import hashlib
@@ -37,7 +38,12 @@ from ckptstore import errors
 from ckptstore.pages.site import page
 from ckptstore.serving.downloads import Downloads
 from ckptstore.serving.model_folder import ModelFolder, ServedFile, split_commit
-from ckptstore.serving.serving_limits import BODY_BYTES_MAX, PAGE_ENTRIES, SIGNATURE_AGE_S
+from ckptstore.serving.serving_limits import (
+    BODY_BYTES_MAX,
+    CONNECTION_CHECK_S,
+    PAGE_ENTRIES,
+    SIGNATURE_AGE_S,
+)  # fmt: skip
 from ckptstore.serving.versions import ServedVersions
 
 _ORIGIN = r"\A(?i:https?)://[^/]*"
@@ -100,8 +106,7 @@ class ServeApp:
         self._active += 1
         note = ""
         try:
-            response = await self._guarded(request)
-            await response(scope, receive, counted)
+            await (await self._guarded(request))(scope, receive, counted)
         except ClientDisconnect:
             note = " left"
         except errors.CkptStoreError as error:  # within a file: the server cuts the connection
@@ -291,10 +296,14 @@ class Hub:
             return _tree(request, folder, "/".join(rest[1:]))
         if word == "paths-info":
             body = b""
-            async for part in request.stream():
-                body += part
-                if len(body) > BODY_BYTES_MAX:
-                    raise HTTPException(413, "the list of paths is too long")
+            try:
+                async with asyncio.timeout(CONNECTION_CHECK_S):
+                    async for part in request.stream():
+                        body += part
+                        if len(body) > BODY_BYTES_MAX:
+                            raise HTTPException(413, "the list of paths is too long")
+            except TimeoutError as error:
+                raise HTTPException(408, "the list of paths does not come") from error
             paths = parse_qs(body.decode("latin-1")).get("paths", [])
             found = [_entry(folder, name) for name in paths if name in folder.files]
             return JSONResponse(found, headers=headers)
@@ -375,7 +384,8 @@ def is_s3(request: Request) -> bool:
     """Return True for a request of a client of S3, by the headers that these send."""
     names = request.headers.keys()
     signed = request.headers.get("authorization", "").startswith("AWS4-HMAC-SHA256")
-    return signed or any(name.startswith(("x-amz-", "amz-sdk-")) for name in names)
+    sent = [name for name in names if name != "x-amz-cf-id"]  # CloudFront's
+    return signed or any(name.startswith(("x-amz-", "amz-sdk-")) for name in sent)
 
 
 def s3_error(status: int, code: str, message: str) -> Response:

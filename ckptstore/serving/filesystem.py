@@ -36,6 +36,7 @@ class CkptFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships 
     """
 
     protocol = "ckpt"
+    cachable = False  # the store depends on the environment and the working directory, too
 
     def __init__(
         self, store: str = "", fo: str = "", target_protocol: str = "file",

@@ -152,8 +152,7 @@ def open_folder(
         It cannot be read.
     """
     repo, replicas = store.repo, store._session.replicas
-    catalog = repo.catalog
-    content = replicas.content(version)
+    catalog, content = repo.catalog, replicas.content(version)
 
     def said(one: str) -> Any:  # noqa: ANN401 - plain values
         """Return what a version says of its model; None if its data is gone."""

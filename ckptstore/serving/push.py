@@ -71,11 +71,9 @@ def push(
         The version cannot be read: nothing is shown.
     """
     scheme, _, place = target.partition("://")
-    forms = {"hf": place.count("/") == 1, "oci": "/" in place}
-    if not forms.get(scheme):
+    if not {"hf": place.count("/") == 1, "oci": "/" in place}.get(scheme):
         raise InvalidInputError(f"{target!r:.200} is no place to push to", hint=_FORMS)
-    wish = f"{ref}?dtype={parse_dtype(dtype)}" if dtype else ref
-    folder = ServedVersions(store).folder(wish)
+    folder = ServedVersions(store).folder(f"{ref}?dtype={parse_dtype(dtype)}" if dtype else ref)
     sent = _counted(folder, progress)
     if scheme == "hf":
         from ckptstore.serving.hub_push import push_to_hub

@@ -30,6 +30,7 @@ class ServedVersions:
         self._shard_bytes = shard_bytes
         self._lock = threading.Lock()
         self._read_at = float("-inf")
+        self._valid: dict[str, tuple[int, Version]] = {}
         self._folders: OrderedDict[object, ModelFolder] = OrderedDict()
 
     def catalog(self) -> Catalog:
@@ -69,13 +70,16 @@ class ServedVersions:
         if query and list(wishes) != ["dtype"]:
             raise InvalidRefError(f"{ref!r:.200}: only dtype can follow the ?")
         dtype = parse_dtype(wishes["dtype"][-1]) if query else ""
-        catalog = self.catalog()
-        commit = split_commit(text)
+        catalog, commit = self.catalog(), split_commit(text)
         if commit is not None:
             return resolve(catalog, parse_ref(f"#{commit[0]}")), dtype or commit[1]
         parsed = parse_ref(text, run=run)
-        if parsed.kind == "valid":
-            return self.store.resolve(f"{parsed.run}@latest-valid"), dtype
+        if parsed.kind == "valid":  # reads every byte: once for each state of the log
+            known = self._valid.get(parsed.run)
+            if known is None or known[0] != catalog.number:
+                known = (catalog.number, self.store.resolve(f"{parsed.run}@latest-valid"))
+                self._valid[parsed.run] = known
+            return known[1], dtype
         return resolve(catalog, parsed), dtype
 
     def folder(self, ref: str, *, run: str = "") -> ModelFolder:

@@ -21,7 +21,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
-from ckptstore.format.skeleton import Leaf, Node
+from ckptstore.format.skeleton import Leaf, Node, kind_of
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import HtmlTable, Shown, bytes_text
@@ -30,7 +30,7 @@ from ckptstore.suggestions import Suggesting
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.destination import Destination, check_record
-from ckptstore.tensors.restore import MapLocation, kind_of
+from ckptstore.tensors.restore import MapLocation
 
 Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
 
@@ -352,8 +352,7 @@ class LazyTensor(Suggesting):
         self, keys: tuple[Any, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
         """Return offsets and sizes of the box to read, and the rest of the index."""
-        offsets = [0] * len(self.shape)
-        sizes = [*self.shape]
+        offsets, sizes = [0] * len(self.shape), [*self.shape]
         rest: list[Any] = []
         for place, (key, size) in enumerate(zip(keys, self.shape, strict=False)):
             if type(key) is int:

@@ -164,8 +164,7 @@ class Peers:
 
     def _swap(self, message: Message, sends: Data, receives: Data) -> dict[int, Message]:
         """Exchange with all that are not lost; note who is, and return the others' messages."""
-        mine = _packed(message)
-        others = self.others
+        mine, others = _packed(message), self.others
         found = {place: _empty(limits.RANK_MESSAGE_BYTES) for place in others}
         sent = [(place, dist.isend, mine, _MESSAGE_TAG) for place in others]
         self._run([*sent, *((at, dist.irecv, one, _MESSAGE_TAG) for at, one in found.items())])

@@ -11,6 +11,7 @@ from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.collector_pause import collector_paused
 from ckptstore.config import check_choice
+from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
@@ -99,9 +100,7 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
             for x, path in zip(flat.tensors, first_paths, strict=True)
         ]
     )
-    wishes = {}
-    if encodings:
-        wishes = encodings.wishes(list(zip(first_paths, records, strict=True)))
+    wishes = _wishes(flat, records, rules, encodings) if encodings else {}
     return Draft(
         sources=flat.tensors,
         records=records,
@@ -110,3 +109,20 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
         wishes=wishes,
         rounding=to_bfloat16,
     )
+
+
+def _wishes(
+    flat: FlatState, records: Sequence[TensorRecord], rules: RoleRules, encodings: EncodingRules
+) -> dict[int, Encoding]:
+    """Return the lossy form of each tensor that all of its places wish, by the tensor's place.
+
+    A view that reads the bits as another dtype wishes none.
+    """
+    leaves = skeleton.iter_leaves(flat.skeleton)
+    told = [(x.path, records[x.index].replace(role=rules(x.path))) for x in leaves]
+    found = encodings.wishes(told)
+    wished: list[set[Encoding | None]] = [set() for _ in records]
+    for number, leaf in enumerate(leaves):
+        wished[leaf.index].add(found.get(number))
+    exact = skeleton.retyped(leaves, records)
+    return {n: one for n, (one, *more) in enumerate(wished) if one and not more and n not in exact}

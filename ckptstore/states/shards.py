@@ -185,8 +185,7 @@ def _sources(shard: Shard, chunk_bytes: int) -> list[SourceTensor]:
         return [_source(tensor, shard.name)]
     item = tensor.element_size()
     row = tensor.numel() // max(1, tensor.shape[0]) * item
-    length = piece_bytes(row, item, chunk_bytes)
-    head = -(start * row) % length
+    head = -(start * row) % piece_bytes(row, item, chunk_bytes)
     if not 0 < head < tensor.numel() * item:
         return [_source(tensor, shard.name)]
     if row <= chunk_bytes:  # the grid falls on rows

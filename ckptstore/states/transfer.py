@@ -22,7 +22,7 @@ from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.renames import Renames
-from ckptstore.format.skeleton import Leaf, Node, iter_leaves, prune
+from ckptstore.format.skeleton import Leaf, Node, iter_leaves, kind_of, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.shown import Shown
@@ -33,7 +33,7 @@ from ckptstore.states.rename_hints import fitting_rename
 from ckptstore.suggestions import listed
 from ckptstore.tensors.narrowing import castable, losses
 from ckptstore.tensors.overlaps import Fill, clashes
-from ckptstore.tensors.restore import Restorer, kind_of, unfillable
+from ckptstore.tensors.restore import Restorer, unfillable
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 _log = logging.getLogger("ckptstore")

@@ -77,7 +77,8 @@ def load(
         As in ``torch.load``, but None means the CPU.
     into
         A state whose tensors are filled in place (``model.state_dict()``, say) and returned.
-        After an error they may hold anything.
+        Of other values, NumPy arrays too, only the result has those that were saved. After an
+        error the tensors may hold anything.
     adapters
         For objects that were saved through a :class:`ckptstore.TypeAdapter`.
     progress

@@ -131,8 +131,7 @@ def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
     pending: list[Pending] = []
     shared: list[_Place] = []
     for place in places:
-        bits = place.tensor.is_conj() or place.tensor.is_neg()
-        if bits or place.start == place.stop:
+        if place.tensor.is_conj() or place.tensor.is_neg() or place.start == place.stop:
             pending.append(_alone(place))
         else:
             shared.append(place)
@@ -168,7 +167,10 @@ def _alone(place: _Place) -> Pending:
         tensor = tensor.as_strided(once, [step or 1 for step in strides])
     order = memory_order(once, tensor.stride())
     if not injective(once, tensor.stride()):
-        return _together([place])
+        if plain:
+            return _together([place])
+        made = place.tensor.detach().resolve_conj().resolve_neg()  # a base has no such bits
+        return _whole(place.leaves, made.contiguous(), None, dense=True)
     dense_strides = strides_of(once, order)
     dense = plain and same_strides(once, tensor.stride(), dense_strides)
     pending = _whole(place.leaves, tensor, order, dense=dense)

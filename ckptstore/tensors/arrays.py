@@ -123,6 +123,9 @@ def build_scalar(dtype: np.dtype[Any], data: bytes) -> object:
         raise CorruptObjectError(f"a NumPy scalar of {dtype} has {len(data)} bytes")
     if not data:
         return np.zeros((), dtype)[()]
+    if dtype.kind in "SU":  # of an array, NumPy drops NULs at the end
+        wide = "utf-32-be" if dtype.str[0] == ">" else "utf-32-le"
+        return np.bytes_(data) if dtype.kind == "S" else np.str_(data.decode(wide, "surrogatepass"))
     array: np.ndarray[Any, Any] = np.ndarray((), dtype, buffer=bytearray(data))
     return array[()]
 

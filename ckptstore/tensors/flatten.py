@@ -245,8 +245,12 @@ class _Walker:
 
     def on_numbers(self, value: range | slice, path: Path, depth: int) -> Node:
         tag = "r" if isinstance(value, range) else "sl"
-        parts = (value.start, value.stop, value.step)
-        return [tag, *(self.walk(part, path, depth + 1) for part in parts)]
+        before, parts = self._leaves, (value.start, value.stop, value.step)
+        nodes = [self.walk(part, path, depth + 1) for part in parts]
+        if self._leaves > before:  # no path leads there
+            msg = f"{path_text(path)!r} is a slice that holds a tensor, an array or a long text"
+            raise StateError(msg, hint="keep its bounds as numbers: int(...)")
+        return [tag, *nodes]
 
     # --- tensors ----------------------------------------------------------------------------
 
@@ -281,8 +285,7 @@ class _Walker:
         self._kept.append(parts)
         inner = self._occurrence(parts.integers, id(value), flags, path)
         shape: Node = None if parts.shape is None else [*parts.shape]
-        below = (*path, "quantizer")
-        parameters = self.walk(parts.parameters, below, depth + 1)
+        parameters = self.walk(parts.parameters, (*path, "quantizer"), depth + 1)
         return ["Q", inner, parts.dtype, shape, parts.scheme, parameters]
 
     def on_generator(self, value: torch.Generator, path: Path, _depth: int) -> Node:

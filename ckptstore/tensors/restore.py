@@ -24,7 +24,7 @@ from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
-from ckptstore.format.skeleton import Leaf, Node, iter_leaves
+from ckptstore.format.skeleton import Leaf, Node, iter_leaves, kind_of
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.aliasing import same_strides
 from ckptstore.tensors.build_state import Builder, adapter_names
@@ -327,14 +327,6 @@ def unfillable(target: torch.Tensor) -> str:
 def count_changes(targets: Iterable[torch.Tensor]) -> None:
     """Tell autograd that tensors were written to, so that no gradient uses their old values."""
     torch.autograd.graph.increment_version([one for one in targets if not one.is_inference()])
-
-
-def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a leaf; a view has its own."""
-    node = leaf.node
-    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
-        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
-    return record.dtype, record.shape
 
 
 def _has_layout(target: torch.Tensor, record: TensorRecord) -> bool:

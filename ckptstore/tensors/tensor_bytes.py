@@ -167,8 +167,7 @@ def settle(tensors: Iterable[SourceTensor]) -> None:
     Results of work that the calling thread queued on its current stream are then in memory,
     so that worker threads, which have streams of their own, read the same as the caller.
     """
-    devices = {tensor.payload.device for tensor in tensors} - {_CPU}
-    for device in devices:
+    for device in {tensor.payload.device for tensor in tensors} - {_CPU}:
         torch.accelerator.current_stream(device).synchronize()
 
 
@@ -297,8 +296,7 @@ def _copy_rows(
     if first > last:  # inside of one row
         _copy_rows(source[last, ...], item, start - last * row, out, put)
         return
-    head = first * row - start
-    tail = stop - last * row
+    head, tail = first * row - start, stop - last * row
     if head:
         _copy_rows(source[first - 1, ...], item, row - head, out[:head], put)
     if last > first:
@@ -319,5 +317,4 @@ def _put_integers(part: torch.Tensor, out: memoryview) -> None:
 
 
 def _put_resolved(part: torch.Tensor, out: memoryview) -> None:
-    plain = part.resolve_conj().resolve_neg().contiguous()
-    _put_integers(as_integers(plain), out)
+    _put_integers(as_integers(part.resolve_conj().resolve_neg().contiguous()), out)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 import ckptstore
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.errors import SaveBusyError, StateError, StorageFullError
+from ckptstore.errors import InvalidInputError, SaveBusyError, StateError, StorageFullError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.integrations.sharded_states import PendingShards, fill, save_parts
 from ckptstore.model import Version
@@ -68,6 +68,12 @@ def test_who_does_not_share_reads_no_manifest(url: str, share: bool) -> None:
         assert new == (0 if share else logical)
         assert torch.equal(store.load("gpt")["w"], torch.arange(1e5))
         assert store.verify().ok
+
+
+def test_a_text_is_no_list_of_tags(url: str) -> None:
+    """It would be taken letter by letter, and take tags of one letter away from other versions."""
+    with ckptstore.open(url) as store, pytest.raises(InvalidInputError, match="tags=\\['best_one'"):
+        CkptStoreWriter(store.run("gpt"), step=11, tags="best_one")
 
 
 @pytest.mark.parametrize("said", [0, 1, 3])

@@ -400,10 +400,10 @@ class Server:
         for body in reply.stored.bodies:
             low, high = max(reply.begin - at, 0), min(reply.end - at, body.size)
             for span in body.spans(low, high) if low < high else ():
+                with self.lock:
+                    self.counts.sent += len(span)  # before: who has received it may ask at once
                 client.sendall(span)
             at += body.size
-        with self.lock:
-            self.counts.sent += size
 
     # --- operations -------------------------------------------------------------------------------
 

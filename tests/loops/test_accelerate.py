@@ -17,7 +17,9 @@ from accelerate.utils import DataLoaderConfiguration
 
 import ckptstore
 from ckptstore.errors import InvalidInputError, StateError, VersionNotFoundError
+from ckptstore.integrations import accelerate
 from ckptstore.integrations.accelerate import has_version, load_state, save_state, save_state_async
+from ckptstore.integrations.randomness import capture
 from ckptstore.store import Store
 
 pytestmark = pytest.mark.usefixtures("_nothing_pickled", "generators_stay")
@@ -112,6 +114,20 @@ def test_older_versions_load_by_ref(store: Store) -> None:
     assert training.counter.seen == 6
     with pytest.raises(VersionNotFoundError):
         load_state(training.accelerator, run, 99)
+
+
+def test_a_rank_that_was_not_saved_is_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was added: it goes on with other random numbers than any training before."""
+    run, training = store.run("gpt"), Training(1)
+    save_state(training.accelerator, run, step=1)
+    load_state(training.accelerator, run)
+    assert "random state" not in caplog.text
+    monkeypatch.setattr(accelerate, "capture_all", lambda: {"rank 1": capture()})
+    save_state(training.accelerator, run, step=2)
+    load_state(training.accelerator, run)
+    assert "the version has no random state of this rank" in caplog.text
 
 
 def test_saves_in_the_background(store: Store) -> None:

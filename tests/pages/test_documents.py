@@ -196,14 +196,18 @@ def test_a_histogram_reads_its_tensor_alone(monkeypatch: pytest.MonkeyPatch) -> 
     backend = MeteredBackend(MemoryBackend("page-values"))
     with Store(create_on(backend)) as store:
         big = torch.randn(3, 500, 1000)
-        store.run("r").save({"a": torch.randn(1000, 1000), "b": big}, step=1, codec="raw")
+        state = {"a": torch.randn(1000, 1000), "b": big, "n": np.arange(2000.0)}
+        store.run("r").save(state, step=1, codec="raw")
         before = _moved(backend)
         answer = page(store, "/page/values.json", {"ref": "r", "path": "a"})
         assert answer is not None
         assert 4e6 <= _moved(backend) - before < 4.5e6
         monkeypatch.setattr("ckptstore.pages.site._ELEMENTS_MAX", 1200)
+        whole = page(store, "/page/values.json", {"ref": "r", "path": "n"})
         answer = page(store, "/page/values.json", {"ref": "r", "path": "b"})
     assert answer is not None
+    assert whole is not None
+    assert whole.status == 400  # of an array no part can be read
     found = json.loads(answer.body)
     assert (found["elements"], found["counted"]) == (1_500_000, 1000)
     assert found["high"] == pytest.approx(big[0, 0].max().item(), rel=1e-5)

@@ -76,6 +76,7 @@ def test_a_report_of_one_run(store: ckptstore.Store) -> None:
     found = _documents(report(store, run="lora"))
     assert [key for key in found if key.startswith("run ")] == ["run lora"]
     assert [run["name"] for run in found["overview"]["runs"]] == ["lora"]
+    assert not {"health", "storage", "lineage"} & found.keys()  # they are of all runs
     with pytest.raises(RunNotFoundError, match="there is no run"):
         report(store, run="lor")
 

@@ -75,6 +75,21 @@ def test_a_location_may_follow_the_path(url: str, monkeypatch: pytest.MonkeyPatc
         CkptFileSystem()
 
 
+def test_another_store_is_another_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever names it: fsspec keeps none, whose arguments alone do not tell the store."""
+    found = []
+    for name, step in (("one", 1), ("two", 2)):
+        with ckptstore.open(tmp_path / name / "s", create=True) as store:
+            save_llama(store, "gpt", tiny_llama(), step=step)
+        monkeypatch.setenv("CKPTSTORE_URL", str(tmp_path / name / "s"))
+        found.append(fsspec.filesystem("ckpt").ls("", detail=False))
+        monkeypatch.chdir(tmp_path / name)
+        assert fsspec.filesystem("ckpt", store="s").ls("", detail=False) == found[-1]
+    assert found[0] != found[1]
+
+
 def test_listings_and_ranges(url: str) -> None:
     """Listings name what can be read; ranges are those of the whole."""
     system = CkptFileSystem(url)

@@ -31,9 +31,12 @@ from starlette.requests import ClientDisconnect
 
 import ckptstore
 from ckptstore.objects.joining import Growing
+from ckptstore.serving import app as app_module
 from ckptstore.serving import serving_limits as limits
+from ckptstore.serving.app import ServeApp
 from ckptstore.serving.http_server import _Connection
 from ckptstore.serving.parts_sender import PartsSender, read_ahead
+from ckptstore.serving.versions import ServedVersions
 
 _TOKEN = "correct-horse-battery"  # noqa: S105 - of these tests
 _PATH = "/big/resolve/1/model.safetensors"
@@ -389,6 +392,36 @@ def test_with_tls_a_part_is_sent_in_slices() -> None:
     asyncio.run(PartsSender(cast("Any", transport)).send(_parts(), transport.send))
     assert max(map(len, transport.bodies)) <= 256 << 10
     assert b"".join(transport.bodies) == b"".join(_PARTS)
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that begin a body and send no more would take all places from others."""
+    monkeypatch.setattr(app_module, "CONNECTION_CHECK_S", 0.01)
+    messages: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            received.append(True)
+            return {"type": "http.request", "body": b"paths", "more_body": True}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:  # noqa: ANN401 - ASGI
+        messages.append(message)
+
+    received: list[bool] = []
+    path = "/api/models/gpt/paths-info/main"
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "scheme": "http",
+        "query_string": b"", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1),
+        "server": ("localhost", 80), "root_path": "", "http_version": "1.1",
+    }  # fmt: skip
+    with ckptstore.open(place, read_only=True) as store:
+        app = ServeApp(ServedVersions(store), token="", log=lambda _: None)
+        asyncio.run(app(scope, receive, send))
+    assert messages[0]["status"] == 408
 
 
 _PARTS = [memoryview(bytes([value]) * ((1 << 20) + value)) for value in range(3)]

@@ -18,8 +18,10 @@ import ckptstore
 from ckptstore.errors import CorruptTensorError, InvalidInputError, StateError
 from ckptstore.integrations.files import import_file
 from ckptstore.integrations.pretrained import describe_model, export_pretrained
+from ckptstore.model import Version
 from ckptstore.serving.model_folder import ModelFolder, open_folder, split_commit
 from ckptstore.serving.serving_limits import WINDOW_BYTES
+from ckptstore.serving.versions import ServedVersions
 from ckptstore.store import Store
 
 
@@ -211,6 +213,27 @@ def test_a_flipped_bit_stops_the_stream(store: Store, tmp_path: Path) -> None:
         arrived.extend(folder.read("model.safetensors"))
     assert 0 < sum(map(len, arrived)) < len(good)
     assert good.startswith(b"".join(arrived))
+
+
+def test_the_newest_valid_version_is_looked_for_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs a read of every byte: once for each state of the log, not for each request."""
+    store.run("r").save({"w": torch.ones(3)}, step=1)
+    asked: list[str] = []
+    resolve = store.resolve
+
+    def counted(ref: str) -> Version:
+        asked.append(ref)
+        return resolve(ref)
+
+    monkeypatch.setattr(store, "resolve", counted)
+    monkeypatch.setattr("ckptstore.serving.versions.REFRESH_S", -1.0)
+    versions = ServedVersions(store)
+    assert [versions.find("r@latest-valid")[0].step for _ in range(3)] == [1, 1, 1]
+    assert len(asked) == 1
+    store.run("r").save({"w": torch.ones(3)}, step=2)
+    assert versions.find("r@latest-valid")[0].step == 2
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../b", "a\0b", "a//b", "..", "a\\b", ""])

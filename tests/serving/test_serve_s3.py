@@ -119,6 +119,11 @@ def test_a_target_in_absolute_form_is_its_path(server: Server) -> None:
     line.close()
 
 
+def test_a_content_network_is_no_client(server: Server) -> None:
+    """CloudFront marks what it passes on; requests of the Hub's protocol stay those."""
+    assert server.get("/api/models/gpt", x_amz_cf_id="some")[2].startswith(b'{"id":"gpt"')
+
+
 def test_with_a_token_requests_are_signed_with_it(place: Path, tmp_path: Path) -> None:
     """The token is the secret key: right signatures pass, others do not."""
     given = {"CKPTSTORE_SERVE_TOKEN": _TOKEN}

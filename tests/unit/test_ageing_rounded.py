@@ -255,6 +255,21 @@ def test_what_no_form_can_hold_stays(store: ckptstore.Store) -> None:
     assert torch.equal(loaded[1:], odd[1:].bfloat16().float())
 
 
+def test_weights_whose_bits_a_view_reads_stay(store: ckptstore.Store) -> None:
+    """A view as integers would come back as other numbers; a tensor that follows stays, too."""
+    run = store.run("gpt")
+    state = _mixed(1)["model"] | _mixed(1)["optimizer"]["masters"]
+    state = {"model": {"low": state["a"].bfloat16(), "w": state["a"], "b": state["b"]}}
+    state["model"]["bits"] = state["model"]["low"].view(torch.int16)
+    state["model"]["packed"] = state["model"]["b"].view(torch.int32)
+    for step in (1, 2):
+        run.save(state, step=step)
+    store.age(["gpt@1"], "weights-int8")
+    back = run.load(1)["model"]
+    assert all(torch.equal(back[name], state["model"][name]) for name in ("bits", "packed", "low"))
+    assert not torch.equal(back["w"], state["model"]["w"])
+
+
 def test_weights_that_have_so_few_bits_are_not_touched(store: ckptstore.Store) -> None:
     """Of weights that are bfloat16 nothing is written at bf16; at int8 they are rounded."""
     run = store.run("gpt")

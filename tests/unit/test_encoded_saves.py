@@ -319,6 +319,7 @@ def test_a_lossy_master_gives_nothing_away(store: Store) -> None:
         (lambda t: t * 1e-12, "fp16", "relative error"),
         (lambda t: t * 1e-40, "int8", "relative error"),
         (lambda t: t.masked_fill(t > 2, torch.inf), "fp8_e4m3fn", "larger|infinity"),
+        (lambda t: t.masked_fill(t < -2, torch.nan).masked_fill(t > 3, 1e3), "fp8_e4m3fn", "larg"),
     ],
 )
 def test_what_does_not_fit_is_kept_as_it_is(
@@ -403,6 +404,33 @@ def test_second_moments_by_another_name_are_kept(store: Store) -> None:
     assert "dynamic8" in why
     back = store.load("r@1")["optimizer"]["state"][0]
     assert torch.equal(back["curvature"], given)
+    given[7] = torch.nan
+    version = store.run("r").save(state, step=2, encodings={"role:optimizer": "fp16"})
+    assert [name for name, _, _ in version.metadata["kept_lossless"]] == [name]
+
+
+def test_all_places_of_a_tensor_decide(saving: tuple[Store, Saving]) -> None:
+    """Memory with several names is lossy if the rules of all agree, and no view reads its bits."""
+    store, save = saving
+    w, packed, flat = torch.randn(5000), torch.randn(5000), torch.randn(10_000)
+    state = {
+        "model": {"w": w, "packed": packed, "flat": flat, "own": torch.randn(5000)},
+        "bits": packed.view(torch.int32),
+        "optimizer": {"master": w, "part": flat[:5000]},
+    }
+    rules = {"optimizer.part": "lossless", "role:weights": "bf16", "*": "bf16"}
+    version = save(state, step=1, encodings=rules)
+    back = store.load("gpt@1")
+    assert torch.equal(back["bits"], packed.view(torch.int32))
+    assert torch.equal(back["model"]["flat"], flat)
+    assert torch.equal(back["model"]["w"], w.bfloat16().float())
+    assert version.receipt["lossy_count"] == 2
+    save(state, step=2, encodings={"role:optimizer": "lossless", "*": "bf16"})
+    assert torch.equal(store.load("gpt@2")["model"]["w"], w)
+    flat.abs_()
+    state = {"optimizer": {"flat": flat, "state": {0: {"exp_avg_sq": flat[:5000]}}}}
+    with pytest.raises(errors.UnsafeEncodingError, match="exp_avg_sq"):
+        save(state, step=3, encodings={"role:optimizer": "int8"})
 
 
 def test_a_positive_second_moment_stays_positive(store: Store) -> None:

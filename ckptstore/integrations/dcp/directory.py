@@ -93,8 +93,7 @@ def import_directory(
     StorageError
         A file or the store failed; no version appeared.
     """
-    folder = Path(path)
-    repo = store.repo
+    folder, repo = Path(path), store.repo
     repo.check_writable()
     origin = {"format": "torch.distributed.checkpoint", "files": [folder.name]}
     request = WriteRequest(
@@ -162,8 +161,7 @@ def _items(described: Described) -> list[_Item]:
 
 def _read(folder: Path, item: _Item) -> bytes:
     """Return the bytes of an item: a whole file of torch.save inside of a file."""
-    place = item.place
-    root = folder.resolve()
+    place, root = item.place, folder.resolve()
     file = (root / place.file).resolve()
     if not file.is_relative_to(root):
         raise errors.FormatError(f"{place.file} is a link that leads out of {folder}")

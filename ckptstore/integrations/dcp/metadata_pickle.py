@@ -292,8 +292,7 @@ def _tensor(name: str, state: Mapping[str, Any], places: _Places, where: str) ->
         box = (_numbers(chunk.state["offsets"]), _numbers(chunk.state["sizes"]))
         if not len(box[0]) == len(box[1]) == len(shape):
             raise errors.CorruptObjectError(f"{where}: a chunk of {name!r} has other dimensions")
-        place = places.get((name, box[0])) or _place(places, name, None, where)
-        chunks.append((box, place))
+        chunks.append((box, places.get((name, box[0])) or _place(places, name, None, where)))
     return StoredTensor(dtype=dtype.name, shape=shape, chunks=tuple(chunks))
 
 

@@ -32,7 +32,7 @@ from ckptstore.checkpoint.write import shareable
 from ckptstore.config import Options, check_choice
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.names import encode_metadata
+from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.hashing import blake3_digest
 from ckptstore.integrations.arguments import check_run
@@ -110,7 +110,7 @@ class CkptStoreWriter(StorageWriter):
         self._metadata = dict(metadata or {})
         self._wishes: dict[str, Any] = {
             "metrics": dict(metrics or {}),
-            "tags": tuple(tags),
+            "tags": tuple(check_listed(tags, "tags")),
             "codec": check_choice(codec or self._repo.options.codec),
         }
         self._roles = dict(roles or {})

@@ -223,8 +223,7 @@ class _Archiving:
 
     def move(self) -> None:
         """Move pack after pack, some at once; look between batches whether somebody needs one."""
-        total = sum(map(self._size, self.moving))
-        done = 0
+        total, done = sum(map(self._size, self.moving)), 0
         for part in batches(self.moving, limits.ARCHIVE_BATCH_PACKS):
             self._look_again()
             batch = [pack for pack in part if pack not in self.hot]

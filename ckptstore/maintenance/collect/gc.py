@@ -454,8 +454,7 @@ class Collection:
         """Delete objects that any collection condemned long enough ago, then commit that."""
         catalog = self.repo.refresh()
         clock = catalog.condemned and self.grace_s > 0
-        now_s = storage_now(self.repo) if clock else self.found.now_s
-        due = self._due(catalog, now_s)
+        due = self._due(catalog, storage_now(self.repo) if clock else self.found.now_s)
         for part in batches(due, limits.KEYS_PER_OP_MAX):
             left = [key for key in part if key not in self.found.absent]
             deleted = self.tasks.map(_delete, left, count=limits.GC_TASK_DELETES)

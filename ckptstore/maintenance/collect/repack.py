@@ -416,8 +416,7 @@ def _elsewhere(manifest: Manifest, places: Mapping[str, Moved]) -> PieceTable | 
     """
     table = manifest.pieces
     packs: dict[str, int] = {}
-    pack = table.pack.copy()
-    offset = table.offset.copy()
+    pack, offset = table.pack.copy(), table.offset.copy()
     for place in np.unique(table.pack):
         rows = np.nonzero(table.pack == place)[0]
         name = table.packs[int(place)]

@@ -285,8 +285,7 @@ def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iter
         The storage failed.
     """
     backend = tasks.storage.value
-    began = environment.monotonic()
-    count = 0
+    began, count = environment.monotonic(), 0
     last = ""
     for info in backend.list(prefix):
         yield info

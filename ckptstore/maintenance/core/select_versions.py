@@ -39,8 +39,7 @@ def select_versions(
     """
     catalog = repo.refresh()
     policy = None if rules is None else Policy.from_json({"full": rules})
-    times = StorageTimes(repo)
-    names = list(runs)
+    times, names = StorageTimes(repo), list(runs)
     if not names and (policy is not None or not refs):
         names = [info.name for info in catalog.runs()]
     found = {version.id: version for version in refs}

@@ -379,8 +379,7 @@ class _Replication:
         before, size, total = self.done_bytes, _logical(version), self.total_bytes
 
         def progress(step: Progress) -> None:
-            share = step.done / max(step.total, 1)
-            done = min(before + int(size * share), total)
+            done = min(before + int(size * step.done / max(step.total, 1)), total)
             self.sides.request.progress(Progress(stage="copy", done=done, total=total))
 
         return progress

@@ -42,7 +42,7 @@ from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.format.paths import Path, Pattern, path_text
 from ckptstore.format.roles import Judgement, RoleRules
-from ckptstore.format.skeleton import prune
+from ckptstore.format.skeleton import prune, retyped
 from ckptstore.maintenance.retention.round_tensor import Coding, round_tensor, wanted
 from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
 from ckptstore.model import RoleBytes, Version
@@ -332,18 +332,20 @@ class _Rewriting:
             Tried on each tensor one after the other; the first that holds it within its bounds
             counts.
         """
-        paths = {leaf.index: leaf.path for leaf in reversed(self.content.leaves)}
+        leaves, records = self.content.leaves, self.content.manifest.tensors
+        paths = {leaf.index: leaf.path for leaf in reversed(leaves)}
+        exact = retyped(leaves, records)
         for index in sorted(paths):
-            self._take(index, paths[index], encodings)
+            self._take(index, paths[index], encodings, exact=index in exact)
         self._flush()
         return self._result()
 
     # --- one tensor -----------------------------------------------------------------------------
 
-    def _take(self, index: int, path: Path, encodings: Sequence[Encoding]) -> None:
-        """Queue a tensor if it must be written, or is rounded."""
+    def _take(self, index: int, path: Path, encodings: Sequence[Encoding], *, exact: bool) -> None:
+        """Queue a tensor if it must be written, or is rounded; `exact` if views read its bits."""
         record = self.content.manifest.tensors[index]
-        tried = wanted(record, self._item_bytes(record), path, encodings)
+        tried = [] if exact else wanted(record, self._item_bytes(record), path, encodings)
         must = index in self.orphans or (bool(encodings) and self._follows_visible(record))
         if not tried and not must:
             return

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from shortening import examples
 
+from ckptstore.errors import StateError
 from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE, bytes_of
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, tensor_over
@@ -65,6 +66,7 @@ SCALARS = [
     np.str_(""), np.bytes_(b"ab"), np.datetime64("2020-02-02T03:04", "s"), np.timedelta64(5, "D"),
     np.complex128(1 - 2j), np.float16(0.1), np.dtype(">f4"),
     np.zeros(1, dtype=[("a", "<i4"), ("b", "<f8")])[0], np.void(b"abc"),
+    np.bytes_(b"a\0"), np.str_("b\0\0"), np.str_("\ud800"),
 ]  # fmt: skip
 
 
@@ -78,6 +80,14 @@ def test_plain_values(value: object, shelf: Make, assert_same: Same) -> None:
     assert_same(value, shelf(value).load())
     state = {"k": value, "l": [value, (value,)]}
     assert_same(state, shelf(state).load())
+
+
+@pytest.mark.parametrize("bound", [torch.tensor(1), np.arange(3), "a" * 5000], ids=_numbers())
+def test_a_slice_of_more_than_numbers_is_refused(bound: object, shelf: Make) -> None:
+    """No path would lead to what it holds; a NumPy number is one."""
+    with pytest.raises(StateError, match="slice that holds"):
+        shelf({"w": torch.ones(3), "s": [slice(None, bound)]})
+    assert shelf(slice(np.int64(3), None)).load() == slice(3, None)
 
 
 @pytest.mark.parametrize("payload", [0x7FF8_0000_0000_0001, 0xFFF8_DEAD_BEEF_0001])
@@ -463,13 +473,17 @@ def test_quantized_layouts_and_ties(shelf: Make, assert_same: Same) -> None:
 def test_conjugate_views(dtype: torch.dtype, shelf: Make) -> None:
     """Lazy conjugates and negatives are saved as the values that they stand for."""
     tensor = torch.randn(4, 5, dtype=torch.complex64).to(dtype)
-    state = {"c": tensor.conj(), "i": tensor.conj().imag, "plain": tensor, "s": tensor.conj()[:, 2]}
+    row = tensor.conj()[0]
+    state = {"c": tensor.conj(), "i": tensor.conj().imag, "plain": tensor, "s": tensor.conj()[:, 2],
+             "u": row.unfold(0, 3, 1), "n": row.imag.unfold(0, 3, 1)}  # fmt: skip
     back = shelf(state).load()
     for key, value in state.items():
         assert torch.equal(torch.view_as_real(back[key].to(torch.complex64)), torch.view_as_real(
             value.resolve_conj().resolve_neg().to(torch.complex64)))  # fmt: skip
         assert not back[key].is_conj()
         assert not back[key].is_neg()
+    alone = torch.randn(5, dtype=torch.complex64).to(dtype).conj().unfold(0, 3, 1)
+    assert torch.equal(shelf(alone).load().to(torch.complex64), alone.to(torch.complex64))
 
 
 def test_read_only_and_shared_memory(shelf: Make, assert_same: Same) -> None:
