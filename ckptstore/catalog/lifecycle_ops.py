@@ -302,9 +302,11 @@ def delete(
     ops: list[Op] = [Delete(versions=part, reason=_reason(reason)) for part in parts]
     for run in sorted({catalog.version(one).run for one in chosen}):
         if catalog.head_id(run) in chosen:
-            left = [one for one in catalog.state.runs[run].versions if one not in chosen]
-            then = newest(catalog.state.versions[one] for one in left)
-            if then is not None and then.flags & Flag.ABANDONED:  # its line is the run's again
+            ids = [one for one in catalog.state.runs[run].versions if one not in chosen]
+            left = [catalog.state.versions[one] for one in ids]
+            last = newest(left)  # a record has nothing to load, or to go on with
+            then = newest(row for row in left if not row.flags & Flag.RECORD_ONLY) or last
+            if then is not None and (then is not last or then.flags & Flag.ABANDONED):
                 ops.append(Rollback(run=run, version=then.id, reason="the head was deleted"))
     return ops
 

@@ -163,8 +163,7 @@ class Log:
             As :meth:`refresh`, after what comes before was yielded.
         """
         listed = self._reader.numbers(max(first, 1) - 1)
-        records = self._reader.settled(listed)
-        previous = ""
+        records, previous = self._reader.settled(listed), ""
         for record in records:
             if isinstance(record, Unread):
                 self._tell(_end(record, records, max(listed)), writing=whole)

@@ -230,8 +230,7 @@ def repair(
     ckptstore repair --dry-run
     ckptstore repair --from s3://archive/ckpts
     """
-    output = options.output("repair")
-    urls = url or []
+    output, urls = options.output("repair"), url or []
     source.check(urls[0] if urls else None, "URL")
     with ExitStack() as stack:
         others: dict[str, Store] = {}

@@ -163,8 +163,7 @@ def tensors_of(
     if not all(_NAME.match(name) for name in (*body.dtypes, *body.roles)):
         raise corrupt(where, "a dtype or role is no name")
     records: list[TensorRecord] = []
-    first = [0]
-    blocks = _blocks(body, where)
+    first, blocks = [0], _blocks(body, where)
     for place, (dtype, role, shape, order, nbytes, count) in enumerate(body.tensors):
         fits = (
             0 <= dtype < len(body.dtypes)

@@ -302,8 +302,7 @@ class Preemption:
         self, begin: Callable[[], PendingSave]
     ) -> tuple[Version | None, CkptStoreError | None]:
         try:
-            pending = begin()
-            left = self.remaining_s
+            pending, left = begin(), self.remaining_s
             return pending.result(None if math.isinf(left) else left), None
         except CkptStoreError as error:
             return None, error

@@ -97,8 +97,7 @@ def _counted(folder: ModelFolder, progress: ProgressCallback) -> Callable[[int],
     """Return what adds up the bytes that were read, from any thread."""
     files = folder.files.values()
     total = 2 * sum(file.nbytes for file in files if not isinstance(file.content, bytes))
-    lock = threading.Lock()
-    done = 0
+    lock, done = threading.Lock(), 0
 
     def sent(count: int) -> None:
         nonlocal done

@@ -283,8 +283,7 @@ class _SharedPieces:
 
     def places(self, block: _Block) -> Iterator[tuple[int, int, int]]:
         """Yield each row of a block with begin and end of its piece in the block's bytes."""
-        at = 0
-        raw = self._content.manifest.pieces.raw
+        at, raw = 0, self._content.manifest.pieces.raw
         for chunk in block.chunks.tolist():
             for row in self._rows[self._first[chunk] : self._first[chunk + 1]].tolist():
                 end = at + int(raw[row])

@@ -296,8 +296,7 @@ class _Transfer:
                 continue
             self._taken |= {path + leaf.path for leaf in iter_leaves(node)}
             target: Any = self._own.get(name)
-            leaf = self._sources.get(name)
-            why = ""
+            leaf, why = self._sources.get(name), ""
             if leaf is not None and target is not None and not is_lazy(target):
                 dtype, shape = kind_of(leaf, self._records[leaf.index])
                 other = not self._request.cast and dtype != _dtype(target)

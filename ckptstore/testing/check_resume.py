@@ -69,8 +69,7 @@ def check_resume(
         tempfile.TemporaryDirectory() as folder,
         ckptstore.open(os.path.join(folder, "store"), create=True) as store,  # noqa: PTH118
     ):
-        run = store.run("checked")
-        trainer = make_trainer()
+        run, trainer = store.run("checked"), make_trainer()
         _check(trainer)
         for _ in range(before):
             trainer.train_step()

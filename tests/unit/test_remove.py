@@ -386,3 +386,13 @@ def test_training_after_a_rollback_equals_one_that_never_went_astray(rollback_st
     again = run.save(training.state(), step=10, metrics={"loss": 0.5})
     assert again.content == run.versions()[1].content  # bit for bit, what was abandoned
     assert sum(part.logical for part in again.roles.values()) > 0
+
+
+def test_the_head_after_a_removal_can_be_loaded(store: Store) -> None:
+    """A record of a later step has no state to go on with: the newest whole version is the head."""
+    store.age(["gpt@3"], "record")
+    store.remove(["gpt@4"], force=True)
+    assert store.resolve("gpt@latest").step == 2
+    assert store.load("gpt@latest")["model"]["w"].shape == (50, 50)
+    store.remove(["gpt@0", "gpt@1", "gpt@2"], force=True)
+    assert store.resolve("gpt@latest").step == 3

@@ -29,7 +29,7 @@ from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_of, xxh3_64
-from ckptstore.maintenance.core.live_set import cold_packs, cold_rows
+from ckptstore.maintenance.core.live_set import changed, cold_packs, cold_rows
 from ckptstore.model import Version, naming
 from ckptstore.repo import Repo
 
@@ -193,8 +193,11 @@ class Survey:
         return chosen
 
     def known(self, version: Version, rows: range) -> Mapping[int, str] | None:
-        """Return the damage that an interrupted check found in some rows; None if it read none."""
-        return None if self.state is None else self.state.known(version, rows)
+        """Return the damage that an interrupted check found in some rows; None if it read none.
+
+        Of a version that is known to be damaged all is read again: it may be so since then.
+        """
+        return None if self.state is None or version.damaged else self.state.known(version, rows)
 
     def keep(self, version: Version, rows: range, wrong: Mapping[int, str]) -> None:
         """Keep the findings of some rows for a check that continues this one, if any may.
@@ -258,17 +261,18 @@ class Survey:
         return found
 
     def report(self, version: Version, content: Content) -> bool:
-        """Report each tensor that has a damaged piece; return whether there is none."""
-        sound = True
+        """Report each tensor that has a damaged piece; return whether there is none.
+
+        Nothing of a version that was deleted, or moved, since it was read.
+        """
         if not self.bad and not self.unlike:
-            return sound
-        for index, label in enumerate(content.labels):
-            wrong = [] if index in content.hidden else self.wrong(content, index)
-            if wrong:
-                sound = False
-                more = f" (and {len(wrong) - 1} more pieces)" if len(wrong) > 1 else ""
-                self.found(IntegrityError(f"tensor {label}: {wrong[0]}{more}"), version, label)
-        return sound
+            return True
+        visible = ((n, label) for n, label in enumerate(content.labels) if n not in content.hidden)
+        found = [(label, wrong) for n, label in visible if (wrong := self.wrong(content, n))]
+        for label, wrong in [] if found and changed(self.repo, version) else found:
+            more = f" (and {len(wrong) - 1} more pieces)" if len(wrong) > 1 else ""
+            self.found(IntegrityError(f"tensor {label}: {wrong[0]}{more}"), version, label)
+        return not found
 
     def advance(self, size_bytes: int) -> None:
         """Count bytes of tensors as done, and report the progress."""

@@ -227,7 +227,8 @@ def _check_log(survey: Survey) -> None:
     numbers = snapshot_numbers(repo.backend)
     digests = {c.number: c.digest for c in repo.log.commits(whole=True) if c.number in numbers}
     for _, error in wrong_snapshots(repo.backend, numbers, digests):
-        survey.found(error, None)
+        if not isinstance(error, errors.NotFoundError):  # else pruned since it was listed
+            survey.found(error, None)
 
 
 def snapshot_numbers(backend: Backend) -> set[int]:

@@ -26,6 +26,7 @@ from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key, row_of_recipe
+from ckptstore.maintenance.core.live_set import changed
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
@@ -233,8 +234,7 @@ def check_content(survey: Survey, version: Version, content: Content) -> None:
 
 def _batches(table: PieceTable) -> Iterator[range]:
     """Cut the rows of a table into ranges of at most ``VERIFY_BATCH_BYTES``, one row at least."""
-    ends = np.cumsum(table.raw, dtype=np.uint64)
-    start = 0
+    ends, start = np.cumsum(table.raw, dtype=np.uint64), 0
     while start < len(table):
         before = int(ends[start - 1]) if start else 0
         stop = int(np.searchsorted(ends, before + limits.VERIFY_BATCH_BYTES, "right"))
@@ -354,6 +354,8 @@ class _Scan:
         survey.seen.add(version.id)
         # In all it counts for its share; pieces that it has in common with others were counted.
         survey.advance(max(0, survey.share(version) - stage.counted_bytes))
+        if (stage.frames or not isinstance(content, Content)) and changed(survey.repo, version):
+            return None
         if not isinstance(content, Content):
             survey.unread[version.id] = content
             survey.found(content, version)

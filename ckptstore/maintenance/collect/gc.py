@@ -269,6 +269,7 @@ class Collection:
             repo.backend.keep_reserve()
             needs = idle or gathered(repo.catalog, self.reach, settled=self.settled)
             cache.write(needs, repo.catalog.number)
+        more = condemnable or repacked.packs_count or rebased.pieces_count
         live = [details.roles.values() for _, details in self.reach.contents(catalog)]
         kinds = {**before, "condemned": self.condemned, "swept": self.swept}
         return GcReport(
@@ -284,7 +285,7 @@ class Collection:
             rebased=rebased,
             leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
             seconds=repo.environment.monotonic() - began,
-            again_s=self.grace_s if self.dry_run and condemnable else self._wait_s(),
+            again_s=self.grace_s if self.dry_run and more else self._wait_s(),
             **{name: self._tally(found) for name, found in kinds.items()},
         )
 
@@ -426,6 +427,11 @@ class Collection:
         rebased = self._rebase()
         chunks = self.reach.chunks(self.repo.catalog if rebased.versions_count else catalog)
         victims, live_bytes = choose(chunks, self.found.objects, below=self.repack_below or 0.0)
+        packs, now = {victim.pack for victim in victims}, self.repo.catalog
+        for one, need in self.reach.of(now).items():
+            if not packs.isdisjoint(need.packs) and now.version(one).damaged:  # never relocated
+                packs.difference_update(need.packs)
+        victims = [victim for victim in victims if victim.pack in packs]
         if self.dry_run:
             return rebased, Repacked.of(victims), live_bytes
         repacked = repack(self.repo, self.reach, victims, progress=self.progress, tasks=self.tasks)

@@ -235,8 +235,7 @@ def recopy(
     backend = task.storage.value
     sink = PackSink(backend, task.environment, plan)
     rewrites: list[_Rewrite] = []
-    lock = threading.Lock()
-    done = 0
+    lock, done = threading.Lock(), 0
 
     def copy_part(turn: int, room: Room, part: _Part) -> None:
         """Copy the chunks that one request fetches."""

@@ -199,8 +199,7 @@ def _rebuilt(
     backend: Backend, commits: list[Commit], environment: Environment
 ) -> tuple[Superblock, tuple[str, ...], str]:
     """Return a superblock made from the store's objects, the fields that are new, a doubt."""
-    new = ["store_id", "by"]
-    first = commits[0]
+    new, first = ["store_id", "by"], commits[0]
     if first.number != 1:
         new.append("created_at_ms")
     provisional = Superblock(

@@ -34,7 +34,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Problem, Survey, piece_key
 from ckptstore.maintenance.check.verify import Level, find_leftovers, report_lost_commits
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
-from ckptstore.maintenance.core.live_set import live_versions
+from ckptstore.maintenance.core.live_set import changed, live_versions
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import CommitFinding, mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
@@ -222,12 +222,12 @@ class _Repair:
 
     def look(self) -> None:
         """Survey every version, and collect those that are damaged."""
-        survey = self.survey
+        survey, repo = self.survey, self.repo
         unread: list[Version] = []
-        for version, content in check_all(survey, list(live_versions(self.repo.catalog))):
+        for version, content in check_all(survey, list(live_versions(repo.catalog))):
             if content is None:
-                unread.append(version)
-            elif self._needed(content) or self._differs(content):
+                unread += [version] * (version.id in survey.unread)
+            elif (self._needed(content) or self._differs(content)) and not changed(repo, version):
                 self.items.append(_Item(version=version, content=content, rebuilt=False))
         for version in unread:
             found = self._rebuilt(version)
@@ -413,7 +413,9 @@ class _Repair:
         manifest = replace(old, pieces=replaced(old.pieces, old.first[-1], places))
         # A name of its own: that of the lost manifest may be taken by a damaged object.
         move = write_move(self.repo, item.version, manifest)
-        return replace(move, damaged=bool(self._judged(item.content)[1]))
+        unread = not self.survey.full or item.version.id in self.survey.cold_versions
+        lost = bool(self._judged(item.content)[1])  # of what was not read, it is not known
+        return replace(move, damaged=lost or (item.version.damaged and unread))
 
     def _account(self, item: _Item) -> None:
         """Note which tensors of a version are whole again, and which are lost."""

@@ -263,8 +263,7 @@ def _located(
     def find(rows: Collection[int], *, deltas: bool) -> dict[int, Location | None]:
         """Return where some pieces lie."""
         found: dict[int, Location | None] = dict.fromkeys(rows)
-        left = list(rows)
-        looked = 0
+        left, looked = list(rows), 0
         for version in candidates:
             if not left or looked > limits.TRANSPLANT_PIECES_MAX:
                 break
