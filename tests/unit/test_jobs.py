@@ -15,6 +15,7 @@ import torch
 import ckptstore
 from ckptstore import errors
 from ckptstore.config import SYSTEM, SystemEnvironment
+from ckptstore.errors import IntegrityError
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.work import exposition
 from ckptstore.maintenance.core import storage_times
@@ -208,7 +209,7 @@ def test_one_store_is_no_archive_of_itself(tmp_path: Path) -> None:
 def test_nothing_is_evicted_that_the_target_lost(
     tmp_path: Path, reading: Reading, what: str
 ) -> None:
-    """Objects that were taken from the target past its log keep their versions in the source."""
+    """Objects taken from the target past its log keep their versions here, and fail the job."""
     _train(tmp_path, 1, 2, 3)
     run_job(reading())
     with ckptstore.open(tmp_path / "cold") as cold:
@@ -217,7 +218,9 @@ def test_nothing_is_evicted_that_the_target_lost(
         keys["pack"] = f"packs/{pack[:2]}/{pack}.pack"
     (tmp_path / "cold" / keys[what]).unlink()
     report = run_job(reading('[retain]\nevict = "last 1"\n'))
-    assert _step(report, "evict")["evicted"] == 1
+    assert report.exit_code == IntegrityError.exit_code
+    (step,) = [one for one in report.steps if not one.ok]
+    assert (step.name, step.result["evicted"], step.result["missed"]) == ("evict", 1, 1)
     with ckptstore.open(tmp_path / "hot") as hot:
         assert {v.step: v.level for v in hot.versions()} == {1: "full", 2: "record", 3: "full"}
 
