@@ -115,6 +115,7 @@ def probe(
     answer: Future[ProbeReport] = Future()
 
     def work() -> None:
+        """Run the checks; remove what they leave."""
         try:
             try:
                 report = run.report()
@@ -284,6 +285,7 @@ class _Probe:
         """Remove all probe objects; return how many a failing storage keeps, as far as it tells."""
 
         def delete(key: str) -> int:
+            """Return 1 if an object stays."""
             try:
                 self._backend.delete(key)
             except errors.StorageError:  # the check of deleting tells it, or what failed before

@@ -100,6 +100,7 @@ def _counted(folder: ModelFolder, progress: ProgressCallback) -> Callable[[int],
     lock, done = threading.Lock(), 0
 
     def sent(count: int) -> None:
+        """Count bytes that were read, or sent."""
         nonlocal done
         with lock:
             done = min(total, done + count)

@@ -378,6 +378,7 @@ class _Run:
         place = self.pieces._peers.place
 
         def one(work: tuple[_Block, memoryview, list[ReadItem]]) -> None:
+            """Check a piece, and copy it to all its places."""
             block, piece, items = work
             if block.owner != place:
                 self.pieces.check(items[0].row, piece, block)

@@ -244,6 +244,7 @@ class _Walker:
         return pending
 
     def on_numbers(self, value: range | slice, path: Path, depth: int) -> Node:
+        """Represent a range, or a slice of numbers."""
         tag = "r" if isinstance(value, range) else "sl"
         before, parts = self._leaves, (value.start, value.stop, value.step)
         nodes = [self.walk(part, path, depth + 1) for part in parts]

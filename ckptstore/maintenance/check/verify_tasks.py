@@ -114,6 +114,7 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
     if table is not None:
 
         def failed(want: ReadItem, error: errors.CkptStoreError) -> None:
+            """Note a piece that cannot be had."""
             cause = error.__cause__
             why = cause.message if isinstance(cause, errors.CkptStoreError) else error.message
             pack, offset, *_ = piece_key(table, want.row)

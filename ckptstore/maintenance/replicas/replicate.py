@@ -397,6 +397,7 @@ class _Replication:
         store = self.sides.source.superblock.store_id
 
         def build(now: Catalog) -> list[Op]:
+            """Return what of it the target lacks still, as far as one commit holds it."""
             here = [run for run in runs if now.has_run(run)]
             roles = (inherit_roles(now, run, fixed_roles(before, run)) for run in here)
             ops = replica_ops.follow(now, before, here, store=store)
