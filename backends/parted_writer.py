@@ -102,7 +102,8 @@ class PartedWriter(ObjectWriter):
                 end = part.copied + count
                 with memoryview(memory.memory) as whole:
                     place = whole[part.copied : end]
-                prefault(place)
+                if memory.touched < end:
+                    prefault(place)
                 copy_bytes(place, view[:count])
                 memory.touched = max(memory.touched, end)
                 part.copied = end

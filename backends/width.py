@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from ckptstore import limits
+from ckptstore.argument_checks import integer
 from ckptstore.config import SYSTEM
-from ckptstore.errors import InvalidInputError
 
 FIRST: Final = 16
 """Requests at once in the beginning. Source: as many as before this was measured."""
@@ -230,9 +230,6 @@ def check_requests(requests: object) -> int:
         It is no number from 1 to ``REQUESTS_MAX``.
     """
     text = str(requests)
-    number = int(text) if text.isdecimal() and len(text) < 5 else 0
-    if not 1 <= number <= REQUESTS_MAX:
-        msg = f"requests is a number from 1 to {REQUESTS_MAX}, not {requests!r:.40}"
-        hint = "such as requests=16 for a small server; leave it out to have the number found"
-        raise InvalidInputError(msg, hint=hint)
-    return number
+    number = int(text) if text.isdecimal() and len(text) < 5 else requests
+    hint = "such as requests=16 for a small server; leave it out to have the number found"
+    return integer("requests", number, 1, REQUESTS_MAX, hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import operator
 import os
 import secrets
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol, get_args
 
 from ckptstore import limits
+from ckptstore.argument_checks import check_among, integer
 from ckptstore.errors import InvalidInputError, InvalidUrlError, StorageError
 
 ENGINES: Final = ("auto", "process", "thread")
@@ -185,8 +185,7 @@ class Options:
     def __post_init__(self) -> None:
         """Check each option before any is used."""
         check_choice(self.codec)
-        if self.engine not in ENGINES:
-            raise InvalidInputError(f"engine is one of {', '.join(ENGINES)}, not {self.engine!r}")
+        check_among("engine", self.engine, ENGINES)
         for name in ("host_bytes", "workers", "staging_bytes", "in_flight", "cache_bytes"):
             value = getattr(self, name)
             if value is not None or name != "staging_bytes":
@@ -237,12 +236,4 @@ def absolute_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _positive(name: str, value: object) -> int:
-    """Return an option as a plain integer of at least 1, also one of NumPy's; a bool is none."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # a float, a text
-        number = 0
-    if number < 1:
-        msg = f"{name} is an integer from 1 on, not {value!r}"
-        raise InvalidInputError(msg, hint=f"leave {name} out for its default")
-    return number
+    return integer(name, value, hint=f"leave {name} out for its default")

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import integer
 from ckptstore.backends.base import Backend, PutIfAbsent, read_only_error
 from ckptstore.backends.key_sources import KeyInput, read_key
 from ckptstore.backends.registry import open_backend
@@ -405,12 +406,8 @@ def create_on(
 def _superblock(
     backend: Backend, finding: Finding, options: Options, environment: Environment, chunk_bytes: int
 ) -> Superblock:
-    if not limits.CHUNK_BYTES_MIN <= chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
-        msg = (
-            f"a chunk size is {limits.CHUNK_BYTES_MIN} to {limits.CHUNK_RAW_BYTES_MAX} bytes, "
-            f"not {chunk_bytes}"
-        )
-        raise errors.InvalidInputError(msg, hint="4 MiB, the default, suits most")
+    low, high = limits.CHUNK_BYTES_MIN, limits.CHUNK_RAW_BYTES_MAX
+    integer("chunk_bytes", chunk_bytes, low, high, "4 MiB, the default, suits most")
     return Superblock(
         store_id=environment.random_hex(16),
         chunk_bytes=chunk_bytes,

@@ -172,15 +172,21 @@ class Move:
     """Parts of it stay lost."""
 
 
-def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
+def verified(
+    catalog: Catalog, sound: Mapping[str, str], damaged: Collection[str]
+) -> list[Verified]:
     """Return the operations that record that versions were found sound, byte for byte.
 
     Parameters
     ----------
     sound
         Version id to the digest of the manifest that was read.
+    damaged
+        Ids of versions that were known to be damaged before they were read: what others found since
+        stays.
     """
-    ids = [version.id for version in _as_read(catalog, sound) if not version.verified]
+    found = (one for one in _as_read(catalog, sound) if not one.damaged or one.id in damaged)
+    ids = [version.id for version in found if not version.verified]
     return [Verified(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 

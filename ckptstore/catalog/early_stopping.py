@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import median
 from typing import Any, Final, Literal, Protocol, Self, cast, get_args
 
+from ckptstore.argument_checks import check_between, integer
 from ckptstore.catalog.metrics import best
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
@@ -144,8 +145,9 @@ class EarlyStopping(_Monitor):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        check(self.patience >= 1 and self.warmup >= 0, "patience is from 1 on, warmup from 0 on")
-        check(0 <= self.min_delta < math.inf, "min_delta is a number from 0 on")
+        integer("patience", self.patience)
+        integer("warmup", self.warmup, 0)
+        check_between("min_delta", self.min_delta, 0)
 
     @classmethod
     def for_run(cls, run: RunLike, monitor: str, **settings: Any) -> Self:  # noqa: ANN401

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import TypeVar, get_args
 
 from ckptstore import limits
+from ckptstore.argument_checks import integer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import InvalidInputError, LimitError, VersionNotFoundError
 from ckptstore.format.fields import Direction
@@ -214,8 +215,7 @@ def top(
         `n` is below 1, or the direction of the metric is not known.
     """
     direction = {**(directions or {}), **catalog.run(run).metrics}.get(metric)
-    if n < 1:
-        raise InvalidInputError(f"n={n}", hint="from 1 on")
+    n = integer("n", n)
     if direction is None:
         raise no_direction(metric, catalog.run(run).metrics, repr(run))
     low, high = steps

@@ -11,7 +11,6 @@ raise when a precondition fails, and touch nothing.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from math import isfinite
@@ -21,13 +20,13 @@ from typing import Annotated, Final
 import msgspec
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import integer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.catalog.state import Fold, Op, RunState
 from ckptstore.format import fields, snapshot
 from ckptstore.format.names import check_listed, check_run_name, check_tag, encode_metadata
 from ckptstore.model import RoleBytes, Version
-from ckptstore.shown import shown
 from ckptstore.suggestions import did_you_mean
 
 
@@ -253,7 +252,8 @@ def save(
     LimitError
         If there are too many tags or metrics, or the metadata is too large.
     """
-    step, tags = _step(step), check_listed(tags, "tags")
+    step = integer("a step", step, 0, limits.STEP_MAX, _STEP_HINT)
+    tags = check_listed(tags, "tags")
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise errors.LimitError(msg)
@@ -280,19 +280,7 @@ def save(
     return ops
 
 
-def _step(step: object) -> int:
-    """Return a step as a plain integer, also one of NumPy's or a tensor's; a bool is none."""
-    try:
-        number = -1 if type(step) is bool else operator.index(step)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001 - a float, a text, an object of any class
-        number = -1
-    if not 0 <= number <= limits.STEP_MAX:
-        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {shown(step)}"
-        hint = "count steps, and write int(step) where it is a float"
-        raise errors.InvalidInputError(msg, hint=hint)
-    return number
-
-
+_STEP_HINT: Final = "count steps, and write int(step) where it is a float"
 _AGAIN: Final = "save again; or collect with a longer grace"
 
 

@@ -129,10 +129,8 @@ def _check_known(repo: Repo, parts: Sequence[RankPart]) -> None:
         repo.refresh()
     looked = min((part.looked for part in parts), default=repo.log.began)
     if looked < repo.log.began:
-        msg = (
-            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
-            f" {repo.log.began} is not known here"
-        )
+        began = repo.log.began
+        msg = f"a rank looked after commit {looked}; collections up to {began} are not known here"
         raise CondemnedError(msg, hint="save again: nothing was committed")
 
 

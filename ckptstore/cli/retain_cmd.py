@@ -124,10 +124,7 @@ def _check(
     elif clear and (policy or set_policy or apply or dry_run):
         what, hint = "--clear stands alone", "ckptstore retain [RUN] --clear"
     elif rules.encoding and not set_policy:
-        what, hint = (
-            "--encoding is of future saves, which only a stored policy reaches",
-            "add --set",
-        )
+        what, hint = "--encoding is for future saves: a stored policy reaches them", "add --set"
     elif set_policy and policy is None:
         what, hint = "--set wants rules", "such as --full 'last 3' --weights 'best 5 val_loss'"
     if what:

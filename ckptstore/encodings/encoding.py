@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from ckptstore import limits
+from ckptstore.argument_checks import integer
 from ckptstore.errors import InvalidInputError
 
 CASTS: Final[Mapping[str, str]] = {
@@ -81,14 +81,7 @@ class Encoding:
         if block is None:
             return limits.ENCODING_BLOCK_DEFAULT
         low, high = limits.RECIPE_BLOCK_MIN, limits.RECIPE_BLOCK_MAX
-        try:
-            number = 0 if isinstance(block, bool) else operator.index(block)
-        except TypeError:
-            number = 0
-        if not low <= number <= high:
-            msg = f"{self.name}: block is an integer from {low} to {high}, not {block!r}"
-            raise InvalidInputError(msg)
-        return number
+        return integer(f"{self.name}: block", block, low, high)
 
     def _bound(self, option: str) -> float | None:
         value = getattr(self, option)

@@ -135,10 +135,8 @@ def _wanted(rule: _Rule, path: Path, record: TensorRecord) -> bool:
 
 def _unsafe(rule: _Rule, path: Path) -> UnsafeEncodingError:
     name = path_text(path)
-    msg = (
-        f"{name!r} would be stored as {rule.encoding} by the rule {rule.pattern!r}: small second "
-        "moments become 0 there, and the optimizer divides by their root"
-    )
+    what = f"{name!r} would be stored as {rule.encoding} by the rule {rule.pattern!r}"
+    msg = f"{what}: small second moments become 0 there, and the optimizer divides by their root"
     last = name.rpartition(".")[2]
     hint = f'put a rule before it: {{"*.{last}": "dynamic8"}} (or "bf16", or "lossless")'
     return UnsafeEncodingError(msg, hint=hint)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import integer
 from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import Threads
 from ckptstore.config import Options, workers_default
@@ -204,8 +205,8 @@ def open_engine(spec: EngineSpec = THREADS, *, workers: int | None = None) -> It
     StorageError
         The scheduler does not answer, or has no workers.
     """
-    if workers is not None and workers < 1:
-        raise errors.InvalidInputError(f"workers is an integer from 1 on, not {workers!r}")
+    if workers is not None:
+        workers = integer("workers", workers)
     with ExitStack() as stack:
         executor: futures.Executor
         if isinstance(spec, futures.Executor):

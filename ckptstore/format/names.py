@@ -167,6 +167,7 @@ def encode_metadata(metadata: Mapping[str, object]) -> bytes:
     LimitError
         If it is nested deeper than ``METADATA_DEPTH_MAX`` or larger than ``METADATA_BYTES_MAX``.
     """
+    metadata = entries_of(metadata, "metadata")
     _check_json(metadata, "metadata", 0)
     try:
         data = msgspec.json.encode(metadata, enc_hook=plain_value, order="sorted")

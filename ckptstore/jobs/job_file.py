@@ -36,6 +36,7 @@ from typing import Annotated, Any, Final, TypeAlias, get_args
 import msgspec
 
 from ckptstore import limits
+from ckptstore.argument_checks import check_between
 from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
@@ -252,9 +253,8 @@ def _check_numbers(job: Job) -> None:
             raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
     for name, share in (("scrub.source", job.scrub.source), ("scrub.target", job.scrub.target)):
         with _named(name):
-            if 0 < share < 1 / limits.SAMPLE_PARTS_MAX:
-                msg = f"a share is 0, or from {1 / limits.SAMPLE_PARTS_MAX:g} to 1, not {share:g}"
-                raise InvalidInputError(msg)
+            if share:
+                check_between("a share above 0", share, 1 / limits.SAMPLE_PARTS_MAX, 1)
 
 
 def _check_rules(rules: _Texts) -> None:

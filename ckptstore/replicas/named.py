@@ -327,9 +327,7 @@ def check_same(repo: Repo, info: ReplicaInfo) -> None:
     """Raise ReplicaChangedError unless a store is the one that was named."""
     found = repo.superblock.store_id
     if found != info.store:
-        msg = (
-            f"at {repo.url} there is the store {found[:8]}, "
-            f"and the replica {info.name!r} is the store {info.store[:8]}"
-        )
+        here, wanted = found[:8], info.store[:8]
+        msg = f"at {repo.url} there is the store {here}; the replica {info.name!r} is {wanted}"
         hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
         raise errors.ReplicaChangedError(msg, hint=hint)

@@ -126,10 +126,7 @@ def open_target(
     except errors.StoreNotFoundError as error:
         if keyless:
             msg = f"{error.message}, and what is to come is encrypted where it is"
-            hint = (
-                "give the new store a key: to_key=, --to-key, key in a job's file; or make one "
-                "without first, with ckptstore init"
-            )
+            hint = "give it a key (to_key=, --to-key); or make it without, by ckptstore init"
             raise errors.MissingKeyError(msg, hint=hint) from error
         if not dry_run:
             raise

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ckptstore import errors
+from ckptstore.argument_checks import check_between, integer
 from ckptstore.backends.transfers import start_thread
 from ckptstore.limits import KIB
 from ckptstore.resuming import comparison
@@ -113,15 +114,12 @@ class Witness:
         self, run: Run, /, *, steps: int = 3, tolerance: float = 1e-3, **objects: object
     ) -> None:
         given: object = run
-        number: object = tolerance
         if not isinstance(given, Run):
             msg = f"a witness is made for a run, not {given!r:.80}"
             raise errors.InvalidInputError(msg, hint='ckptstore.Witness(store.run("gpt"), ...)')
-        if not (isinstance(number, float | int) and number >= 0):
-            msg = f"tolerance is a number from 0 on, not {number!r:.40}"
-            raise errors.InvalidInputError(msg, hint="such as 0.001 for a thousandth of the loss")
-        if not 0 <= steps <= _STEPS_MAX:
-            raise errors.InvalidInputError(f"steps is a number from 0 to {_STEPS_MAX}, not {steps}")
+        hint = "such as 0.001 for a thousandth of the loss"
+        check_between("tolerance", tolerance, 0, hint=hint)
+        integer("steps", steps, 0, _STEPS_MAX)
         for name, one in objects.items():
             if isinstance(one, SCALARS):
                 msg = f"{name}={one!r} would stay what it is now"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
+from ckptstore.argument_checks import integer
 from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
@@ -158,9 +159,8 @@ def keep(
     from ckptstore.maintenance.retention.retain import set_policy
 
     for name, count in (("keep_last", last), ("keep_best", best)):
-        if count is not None and (type(count) is not int or count < 1):
-            msg = f"{name} is a number of versions from 1 on, not {count!r}"
-            raise InvalidInputError(msg, hint=f"leave {name} out to keep all")
+        if count is not None:
+            integer(name, count, hint=f"leave {name} out to keep all")
     catalog = repo.refresh()
     info = catalog.run(run) if catalog.has_run(run) else None
     metrics = {**directions, **(info.metrics if info else {})}

@@ -32,6 +32,9 @@ _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 _INTEGERS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
+_FLOATS: Final = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_COPIED: Final = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+"""Dtypes of tensors that torch joins bit by bit, unlike packed and bits types."""
 
 
 def dtype_text(dtype: torch.dtype) -> str | None:
@@ -189,6 +192,7 @@ class TensorBytes:
         self._order = order
         self.dense = dense
         self.device: torch.device = tensor.device
+        self._view: memoryview | None = None
 
     def flat(self) -> torch.Tensor:
         """Return the bytes of a dense tensor, ``uint8[nbytes]``, on its device."""
@@ -200,10 +204,10 @@ class TensorBytes:
     def view(self) -> memoryview | None:
         """Return the memory of a dense tensor on the CPU."""
         tensor = self._tensor
-        if not self.dense or not tensor.is_cpu:
-            return None
-        item = tensor.element_size()
-        return memory_of(tensor.untyped_storage(), offset_of(tensor) * item, tensor.numel() * item)
+        if self._view is None and self.dense and tensor.is_cpu:
+            storage, item = tensor.untyped_storage(), tensor.element_size()
+            self._view = memory_of(storage, offset_of(tensor) * item, tensor.numel() * item)
+        return self._view
 
     def copy_into(self, start: int, out: memoryview) -> None:
         """Write a piece of the bytes into `out`."""
@@ -225,17 +229,17 @@ class TensorBytes:
     def copy_together(payloads: Sequence[TensorPayload], out: memoryview) -> bool:
         """Write tensors one after the other into `out`, by one call for all; return whether it did.
 
-        It does so where all are row by row in host memory, and of one size of element.
+        It does so where all are row by row in host memory, and of one dtype that it copies.
         """
         tensors = [x._tensor for x in payloads if type(x) is TensorBytes and x._is_plain()]
-        sizes = {tensor.element_size() for tensor in tensors}
-        dtype = _INTEGERS.get(sizes.pop()) if len(sizes) == 1 else None
-        if dtype is None or len(tensors) < len(payloads):
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(tensors) < len(payloads) or len(dtypes) > 1 or not dtypes <= _COPIED:
             return False
         with torch.no_grad():
-            parts = [tensor.view(dtype).view(-1) for tensor in tensors]
+            # A view of a tiny tensor takes longer than its copy.
+            parts = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
             count = sum([part.numel() for part in parts])
-            torch.cat(parts, out=torch.frombuffer(out, dtype=dtype, count=count))
+            torch.cat(parts, out=torch.frombuffer(out, dtype=dtypes.pop(), count=count))
         return True
 
     def _is_plain(self) -> bool:

@@ -312,7 +312,7 @@ def test_a_rank_that_looked_before_the_coordinator_began_is_refused(
         def commit(one: RankPart) -> ckptstore.Version:
             return commit_parts(other.repo, [one], paths, request, roles={})
 
-        with pytest.raises(CondemnedError, match=r"looked at the store after commit .* save again"):
+        with pytest.raises(CondemnedError, match=r"looked after commit .* save again"):
             commit(part)
         assert [version.step for version in other.versions()] == [2]
         commit(write_part(other.repo, [whole], {}))

@@ -110,6 +110,24 @@ def test_a_check_that_goes_on_reads_damaged_versions_again(
     assert torch.equal(run.load("latest")["a"], kept)
 
 
+def test_damage_found_during_a_check_is_not_recorded_as_sound(store: Store, path: Path) -> None:
+    """A check that read a version before another found it rotten leaves the mark."""
+    version = store.run("r").save({"a": _random(1)}, step=1)
+
+    def rot_at_the_end(seen: Progress) -> None:
+        """Have another process find damage once every byte was read."""
+        if seen.done >= seen.total and not _is_damaged(store, version):
+            _rot(_pack(store, version, 0, path))
+            with ckptstore.open(path) as other:
+                assert not other.repair().ok
+
+    report = store.verify(record=True, progress=rot_at_the_end)
+    assert (report.ok, report.recorded) == (True, ())
+    assert _is_damaged(store, version)
+    assert not store.verify(record=True).ok
+    assert _is_damaged(store, version)
+
+
 def test_packs_of_damaged_versions_are_not_copied_again_and_again(store: Store, path: Path) -> None:
     """They are not relocated, so that a copy would be of no use; a dry run says the same."""
     run = store.run("r")

@@ -42,6 +42,28 @@ def test_every_bit_of_a_slab_comes_back(tmp_path: Path, odd: torch.Tensor | None
         assert torch.equal(*bits), name
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool,
+        torch.int8, torch.uint8, torch.uint16, torch.int64, torch.float8_e4m3fn,
+    ],
+)  # fmt: skip
+def test_every_pattern_of_bits_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Tiny tensors of one dtype, of one and two dimensions, keep all NaNs and odd bools."""
+    count = 1 << 16
+    bits = torch.arange(count, dtype=torch.int32).to(torch.int16).repeat_interleave(4)
+    bits[1::4], bits[3::4] = 0x7FB5, 0x7FF4  # quiet and signalling NaNs, where the dtype has any
+    tensors = torch.split(bits.view(dtype), 256)
+    state = {f"t{at}": one if at % 2 else one.view(2, -1) for at, one in enumerate(tensors)}
+    with ckptstore.open(tmp_path, create=True) as store:
+        store.run("r").save(state, step=1, codec="raw")
+        loaded = store.load("r@1")
+    for name, tensor in state.items():
+        assert loaded[name].dtype is dtype
+        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
 def test_a_loaded_tensor_owns_its_memory(tmp_path: Path) -> None:
     """A small tensor of a load has storage of its own size, and is no view."""
     state = {f"t{at}": torch.full((16,), float(at)) for at in range(50)}

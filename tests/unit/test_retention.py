@@ -270,7 +270,7 @@ def test_the_only_verified_version_stays() -> None:
     story = Story()
     ids = [story.save(step) for step in range(6)]
     digests = {i: story.log.catalog.version(i).manifest_digest for i in (ids[1], ids[2])}
-    story.log.append(lambda now: content_ops.verified(now, digests))
+    story.log.append(lambda now: content_ops.verified(now, digests, ()))
     found = story.plan(full="last 2")
     assert kept(found) == [2, 4, 5]
     assert reasons(found)[2] == "the only verified one"
@@ -375,7 +375,7 @@ def test_plans_are_safe_and_settle(
             story.log.append_any(partial(lifecycle_ops.pin, version=version.id))
         elif what == "verify":
             sound = {version.id: version.manifest_digest}
-            story.log.append_any(partial(content_ops.verified, sound=sound))
+            story.log.append_any(partial(content_ops.verified, sound=sound, damaged=()))
         elif version.pinned:
             continue
         elif LEVELS.index(levels[what]) < LEVELS.index(version.level):

@@ -74,7 +74,7 @@ def test_the_part_of_the_day_moves_on_and_comes_round() -> None:
     assert sample_of(1.0, part=3, now_ms=0) is None
     assert sample_of(0.5, part=7, now_ms=0) == Sample(parts=2, part=1)
     for wrong in (0.0, -1.0, 1.01, float("nan")):
-        with pytest.raises(errors.InvalidInputError, match="fraction"):
+        with pytest.raises(errors.InvalidInputError, match="a sample is a number from"):
             sample_of(wrong, part=None, now_ms=0)
 
 

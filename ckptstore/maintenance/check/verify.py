@@ -22,13 +22,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import check_among, check_between
 from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import keys
@@ -104,9 +106,7 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     InvalidInputError
         The fraction is not of this range.
     """
-    if not 1 / limits.SAMPLE_PARTS_MAX <= fraction <= 1:
-        msg = f"a sample is a fraction from {1 / limits.SAMPLE_PARTS_MAX} to 1, not {fraction!r}"
-        raise errors.InvalidInputError(msg, hint="such as 0.05, or 5% on the command line")
+    check_between("a sample", fraction, 1 / limits.SAMPLE_PARTS_MAX, 1)
     parts = round(1 / fraction)
     if parts == 1:
         return None
@@ -157,6 +157,7 @@ def verify(
     ReadOnlyError, UnsafeBackendError
         It is to be recorded, and cannot be.
     """
+    check_among("level", level, get_args(Level))
     if level != "full" and (sample is not None or record or resume is not None):
         msg = "a sample, a record or a check to be resumed needs the level full"
         raise errors.InvalidInputError(msg)
@@ -201,24 +202,33 @@ def _check_versions(
     environment = survey.repo.environment
     recorded: set[str] = set()
     waiting: dict[str, str] = {}
+    damaged = {version.id for version in versions if version.damaged}
     last = environment.monotonic()
     kept = [version for version in versions if version.level != "record"]
     for version, _ in check_all(survey, kept, tasks):
         if record and version.id in survey.sound:
             waiting[version.id] = survey.sound[version.id]
             if environment.monotonic() - last >= limits.VERIFY_RECORD_S:
-                recorded |= _record(survey.repo, waiting)
+                recorded |= _record(survey.repo, waiting, damaged)
                 waiting, last = {}, environment.monotonic()
-    return recorded | _record(survey.repo, waiting)
+    return recorded | _record(survey.repo, waiting, damaged)
 
 
-def _record(repo: Repo, sound: Mapping[str, str]) -> set[str]:
-    """Record versions as sound; return the ids of those that were not."""
-    if not sound:
-        return set()
-    fresh = {v.id for v in repo.refresh().versions() if v.id in sound and not v.verified}
-    repo.log.append_any(lambda now: content_ops.verified(now, sound))
-    return fresh
+def _record(repo: Repo, sound: Mapping[str, str], damaged: Collection[str]) -> set[str]:
+    """Record versions as sound; return the ids of those that were not.
+
+    Where others found damage since the check began, they may have read later: it stays.
+    """
+    ops: list[content_ops.Verified] = []
+
+    def build(now: Catalog) -> Sequence[Op]:
+        """Begin again on the newest catalog."""
+        ops[:] = content_ops.verified(now, sound, damaged)
+        return ops
+
+    if sound:
+        repo.log.append_any(build)
+    return {version for op in ops for version in op.versions}
 
 
 def _check_log(survey: Survey) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import integer
 from ckptstore.backends.storage_classes import Access, ColdStorage, ObjectState, class_named
 from ckptstore.catalog.retention import fixed_roles
 from ckptstore.checkpoint.cold_reads import thaw_command
@@ -115,8 +116,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
 
 
 def _check(request: ThawRequest) -> None:
-    if not 1 <= request.days <= limits.THAW_DAYS_MAX:
-        raise errors.InvalidInputError(f"days are 1 to {limits.THAW_DAYS_MAX}, not {request.days}")
+    integer("days", request.days, 1, limits.THAW_DAYS_MAX)
     if request.poll_s is not None and not request.poll_s > 0:
         raise errors.InvalidInputError(f"poll_s={request.poll_s} must be positive")
 

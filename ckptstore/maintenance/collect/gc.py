@@ -9,13 +9,13 @@ docs/design/0008-collection.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import check_between
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops
@@ -226,7 +226,9 @@ class Collection:
         StorageError
             The storage failed. Whatever was done is in the log; the next collection goes on.
         """
-        _check(self.grace_s, self.orphan_age_s, self.repack_below)
+        check_between("grace_s", self.grace_s, 0)
+        check_between("orphan_age_s", self.orphan_age_s, 0)
+        check_between("repack_below", self.repack_below or 0, 0, 1)
         if not self.dry_run:
             self.repo.check_writable()
         with open_tasks(self.repo, executor, workers) as self.tasks:
@@ -520,13 +522,3 @@ def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:
 
 def _delete(backend: Backend, key: str) -> None:
     backend.delete(key)
-
-
-def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:
-    for name, value in (("grace", grace_s), ("orphan age", orphan_age_s)):
-        if not (math.isfinite(value) and value >= 0):
-            msg = f"the {name} is a number of seconds from 0 on, not {value!r}"
-            raise errors.InvalidInputError(msg)
-    if repack_below is not None and not 0 <= repack_below <= 1:
-        msg = f"the share to repack below is from 0 to 1, not {repack_below!r}"
-        raise errors.InvalidInputError(msg)

@@ -167,7 +167,7 @@ def open_tasks(repo: Repo, executor: EngineSpec | None, workers: int | None) -> 
     Parameters
     ----------
     executor
-        None, or ``threads`` without `workers`, for this process without tasks.
+        None for ``threads``; without `workers`, these are no tasks.
 
     Raises
     ------
@@ -175,10 +175,10 @@ def open_tasks(repo: Repo, executor: EngineSpec | None, workers: int | None) -> 
         As :func:`ckptstore.engine.engine.open_engine`; InvalidInputError too where other processes
         cannot reach the storage.
     """
-    if executor is None or (executor == THREADS and workers is None):
+    if workers is None and (executor is None or executor == THREADS):
         yield Tasks.of(repo)
         return
-    with open_engine(executor, workers=workers) as engine:
+    with open_engine(THREADS if executor is None else executor, workers=workers) as engine:
         yield Tasks.of(repo, engine)
 
 

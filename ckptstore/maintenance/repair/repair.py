@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import get_args
 
 import numpy as np
 
 from ckptstore import limits
+from ckptstore.argument_checks import check_among
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, quarantine, verified
@@ -140,6 +142,7 @@ def repair(
     StorageError
         One of the storages failed; earlier commits stand.
     """
+    check_among("level", level, get_args(Level))
     if not dry_run:
         repo.check_writable()
     commits = mend_log(repo, sources, dry_run=dry_run)
@@ -462,7 +465,7 @@ class _Repair:
             # Damage that a person mended, by putting the right object back, is no damage any more.
             marked = {version.id for version in now.versions() if version.damaged}
             sound = {one: x for one, x in self.survey.sound.items() if one in marked}
-            return [*lost, *verified(now, sound)]
+            return [*lost, *verified(now, sound, marked)]
 
         self.repo.log.append_any(build)
         recorded = {*fresh, *self.damaged}
