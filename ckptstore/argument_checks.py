@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Collection
 from numbers import Real
+from typing import Any
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.shown import shown
@@ -21,7 +22,7 @@ def check_between(
     name: str, value: object, low: float, high: float = math.inf, *, hint: str = ""
 ) -> None:
     """Raise unless an argument is a finite number of a range, both ends included."""
-    number = float(value) if isinstance(value, Real) else math.nan
+    number: Any = value if isinstance(value, Real) else math.nan
     if not low <= number <= high or number == math.inf:
         raise _outside(f"{name} is a number from {low}", high, value, hint)
 

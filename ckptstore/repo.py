@@ -407,7 +407,7 @@ def _superblock(
     backend: Backend, finding: Finding, options: Options, environment: Environment, chunk_bytes: int
 ) -> Superblock:
     low, high = limits.CHUNK_BYTES_MIN, limits.CHUNK_RAW_BYTES_MAX
-    integer("chunk_bytes", chunk_bytes, low, high, "4 MiB, the default, suits most")
+    chunk_bytes = integer("chunk_bytes", chunk_bytes, low, high, "4 MiB, the default, suits most")
     return Superblock(
         store_id=environment.random_hex(16),
         chunk_bytes=chunk_bytes,

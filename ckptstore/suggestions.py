@@ -34,10 +34,10 @@ def meant(owner: str, name: str, known: Iterable[str]) -> str:
     return guesses.get(owner, {}).get(name) or did_you_mean(name, known)
 
 
-def did_you_mean(text: str, known: Iterable[str]) -> str:
+def did_you_mean(text: object, known: Iterable[str]) -> str:
     """Return a hint that names what `text` may have been meant to be, or what there is."""
     names = list(known)
-    close = get_close_matches(text, names[-10_000:], n=3)
+    close = get_close_matches(str(text), names[-10_000:], n=3)
     if close:
         return "did you mean " + " or ".join(close) + "?"
     if not names:

@@ -145,8 +145,8 @@ class EarlyStopping(_Monitor):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        integer("patience", self.patience)
-        integer("warmup", self.warmup, 0)
+        self.patience = integer("patience", self.patience)
+        self.warmup = integer("warmup", self.warmup, 0)
         check_between("min_delta", self.min_delta, 0)
 
     @classmethod

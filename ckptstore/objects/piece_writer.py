@@ -130,7 +130,7 @@ class Written:
 
 
 _TINY_MIN: Final = 64
-"""Tensors of a batch that are tiny, 4 KiB on average, and take more time in Python than in C."""
+"""A batch of more tensors holds tiny ones: with 4 KiB and less, Python takes most of the time."""
 _Member: TypeAlias = "tuple[int, bytes, int]"
 """A piece of a slab: its row, its id and its length."""
 
@@ -341,9 +341,9 @@ class _PieceWrite:
     repeats: list[tuple[int, int]] = field(default_factory=list)
     """Rows whose bytes another row of this save brings."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    one: threading.Lock = field(default_factory=threading.Lock)
-    """Held while many tiny tensors are staged: all of that holds the interpreter's lock, and two
-    threads take a fifth longer than one."""
+    tiny: threading.Lock = field(default_factory=threading.Lock)
+    """Held while tiny tensors are staged: that holds the interpreter's lock, and two threads that
+    take turns at it need a fifth longer than one."""
 
     def work(self, jobs: Iterator[PieceJob], workers: int) -> None:
         """Run all jobs, and return when every pack is durable.
@@ -419,7 +419,7 @@ class _PieceWrite:
     def _small_pieces(self, turn: int, job: PieceJob, buffer: memoryview, spent: _Spent) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()
-        with self.one if len(job.sources) > _TINY_MIN else nullcontext():
+        with self.tiny if len(job.sources) > _TINY_MIN else nullcontext():
             members, filled = self._stage_small(job, buffer)
         hashed = self.clock()
         spent.hashing_s += hashed - began

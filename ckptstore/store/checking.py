@@ -161,7 +161,7 @@ def _second_stores(
     session: Session, source: Place | Iterable[Place] | None, key: KeyInput | None, stack: ExitStack
 ) -> list[Repo]:
     """Return the stores to repair from; those that are given as places are open for the stack."""
-    if isinstance(source, HasRepo | str | os.PathLike):
+    if isinstance(source, HasRepo | str) or not isinstance(source, Iterable | None):
         source = (source,)
     found = []
     for each in source or ():

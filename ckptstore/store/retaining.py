@@ -158,9 +158,9 @@ def keep(
     from ckptstore.catalog.retention_rules import Best, Last, Rule
     from ckptstore.maintenance.retention.retain import set_policy
 
-    for name, count in (("keep_last", last), ("keep_best", best)):
-        if count is not None:
-            integer(name, count, hint=f"leave {name} out to keep all")
+    hint = "leave it out to keep all"
+    last = None if last is None else integer("keep_last", last, hint=hint)
+    best = None if best is None else integer("keep_best", best, hint=hint)
     catalog = repo.refresh()
     info = catalog.run(run) if catalog.has_run(run) else None
     metrics = {**directions, **(info.metrics if info else {})}

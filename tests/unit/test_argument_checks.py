@@ -13,7 +13,7 @@ import torch
 
 import ckptstore
 from ckptstore.argument_checks import check_among, check_between, integer
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import InvalidInputError, RunNotFoundError
 from ckptstore.store import Store
 
 
@@ -42,6 +42,7 @@ _WRONG: list[tuple[str, Callable[[Any], object]]] = [
     ("n is", lambda store: store.run("r").best("loss", n=None)),
     ("n is", lambda store: store.run("r").best("loss", n=0)),
     ("metadata", lambda store: store.run("r").annotate(0, metadata=[1])),
+    ("a location must be", lambda store: store.repair(source=3)),
     ("a step", lambda store: store.run("r").save({}, step=True)),
     ("keep_last", lambda store: store.run("r", keep_last=0)),
     ("patience", lambda _: ckptstore.EarlyStopping("loss", mode="min", patience=0)),
@@ -60,6 +61,22 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(
     with pytest.raises(InvalidInputError, match=named):
         call(store)
     assert store.repo.refresh().number == before
+
+
+def test_a_run_that_is_no_text_is_not_found(store: Store) -> None:
+    """The error says which runs there are."""
+    with pytest.raises(RunNotFoundError, match="there is r"):
+        store.versions(run=3)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_stored_as_integers(tmp_path: Path) -> None:
+    """Counts and sizes may come from arrays."""
+    with ckptstore.open(tmp_path / "s", create=True, chunk_bytes=np.int64(1 << 20)) as store:  # type: ignore[arg-type]
+        two, one = (np.int64(count) for count in (2, 1))
+        run = store.run("r", metrics={"loss": "min"}, keep_last=two)  # type: ignore[arg-type]
+        run.save({}, step=two, metrics={"loss": 1.0})  # type: ignore[arg-type]
+        found = run.best("loss", n=one)  # type: ignore[arg-type]
+    assert [version.step for version in found] == [2]
 
 
 def test_a_chunk_size_is_checked_where_a_store_is_made(tmp_path: Path) -> None:
