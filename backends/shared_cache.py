@@ -70,7 +70,7 @@ class CacheFolder:
         self._warned = False
         self._adding = PerProcess(threading.Lock)
         # More threads than processors only wait for the interpreter's lock (docs/design/0026).
-        self._reading = PerProcess(threading.BoundedSemaphore, workers_default())
+        self.readers = PerProcess(threading.BoundedSemaphore, workers_default())
         self._stuck = False
         """A process holds the lock of additions and does not go on; nobody waits for it again."""
         try:
@@ -99,10 +99,6 @@ class CacheFolder:
 
     def read(self, name: str, size: int, offset: int, buffers: Buffers) -> bool:
         """Fill buffers from byte `offset` of a block of `size` bytes; return whether it is here."""
-        with self._reading.get():
-            return self._read(name, size, offset, buffers)
-
-    def _read(self, name: str, size: int, offset: int, buffers: Buffers) -> bool:
         try:
             file = os.open(self._home / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -358,7 +354,8 @@ class _Read:
 
     def unread(self, blocks: Sequence[int]) -> list[int]:
         """Fill the buffers from those of some blocks that are in the folder; return the others."""
-        return [block for block in blocks if not self._read(block)]
+        with self._folder.readers.get():  # once for all: a turn for each block costs as much again
+            return [block for block in blocks if not self._read(block)]
 
     def _read(self, block: int) -> bool:
         begin, end = block * _BLOCK, min((block + 1) * _BLOCK, self._size)

@@ -32,9 +32,8 @@ _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 _INTEGERS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
-_FLOATS: Final = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_COPIED: Final = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-"""Dtypes of tensors that torch joins bit by bit, unlike packed and bits types."""
+_JOINED: Final = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64}
+"""Usual dtypes of small tensors; torch joins them bit by bit, unlike bools and packed types."""
 
 
 def dtype_text(dtype: torch.dtype) -> str | None:
@@ -229,11 +228,11 @@ class TensorBytes:
     def copy_together(payloads: Sequence[TensorPayload], out: memoryview) -> bool:
         """Write tensors one after the other into `out`, by one call for all; return whether it did.
 
-        It does so where all are row by row in host memory, and of one dtype that it copies.
+        It does so where all are row by row in host memory, and of one usual dtype.
         """
         tensors = [x._tensor for x in payloads if type(x) is TensorBytes and x._is_plain()]
         dtypes = {tensor.dtype for tensor in tensors}
-        if len(tensors) < len(payloads) or len(dtypes) > 1 or not dtypes <= _COPIED:
+        if len(tensors) < len(payloads) or len(dtypes) > 1 or not dtypes <= _JOINED:
             return False
         with torch.no_grad():
             # A view of a tiny tensor takes longer than its copy.

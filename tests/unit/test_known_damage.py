@@ -147,6 +147,23 @@ def test_packs_of_damaged_versions_are_not_copied_again_and_again(store: Store, 
     run.load(3)
 
 
+def test_a_rotten_pack_leaves_no_copies(store: Store, path: Path) -> None:
+    """A sparse pack with damage that nobody knows of stays; what was copied of it goes again."""
+    run = store.run("r")
+    big = {f"t{number}": _random(number) for number in range(6)}
+    run.save(big, step=1)
+    version = run.save({name: big[name] for name in ("t0", "t5")}, step=2)
+    places = [_pack(store, version, index, path) for index in range(2)]
+    _rot(max(places, key=lambda place: place[1]))
+    store.remove(["r@1"])
+    before = sorted((path / "packs").rglob("*.pack"))
+    for _ in range(2):
+        report = store.gc(grace_s=0.0)
+        assert "stays as it is" in report.repacked.skipped[0]
+        assert sorted((path / "packs").rglob("*.pack")) == before
+    assert not store.verify().ok
+
+
 def test_a_second_collection_is_foreseen(store: Store) -> None:
     """A dry run that would rewrite a pack says when the old one goes."""
     run = store.run("r")

@@ -269,6 +269,9 @@ def recopy(
         if not one.problem
     }
     kept = [one for one in rewrites if one.problem]
+    named = {pack for moved in places.values() for pack in moved.packs}
+    for pack in {pack for one in kept for pack in one.packs if pack} - named:
+        backend.delete(pack_key(pack))  # else each collection would leave another copy
     return places, [f"pack {one.victim.pack} stays as it is: {one.problem}" for one in kept]
 
 
