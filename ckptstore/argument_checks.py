@@ -14,7 +14,7 @@ from ckptstore.shown import shown
 
 def check_among(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless an argument is one of its choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidInputError(f"{name} is one of {', '.join(choices)}, not {shown(value)}")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
+from ckptstore.errors import InvalidInputError
 from ckptstore.shown import shown
 
 __all__ = [
@@ -132,6 +133,8 @@ class Events:
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Call `observer` for each event from now on; return a function that removes it."""
+        if not callable(observer):  # else each save would fail
+            raise InvalidInputError(f"an observer is a function, not {shown(observer)}")
         with self._lock:
             self._observers.append(observer)
 

@@ -322,10 +322,10 @@ class DivergenceGuard(_Monitor):
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
-        check(self.window >= 4, "a window has at least 4 values")
+        integer("window", self.window, 4)
         check(self.factor > 0 and self.scale_min >= 0, "factor and scale_min are positive numbers")
-        counts = (self.warmup, self.patience, self.rollbacks_max)
-        check(min(counts) >= 0, "counts are numbers from 0 on")
+        for name in ("warmup", "patience", "rollbacks_max"):
+            integer(name, getattr(self, name), 0)
         self.warmup = max(self.warmup, 4)
         self._recent: list[tuple[int, float]] = []
         self._seen = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from ckptstore import limits
+from ckptstore.argument_checks import check_among
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.encoding import CASTS, LOSSLESS, Encoding
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
@@ -114,9 +115,7 @@ def _rule(pattern: Pattern, value: Encoding | str) -> _Rule:
     encoding = Encoding.of(value)
     if isinstance(pattern, str) and pattern.startswith(_ROLE):
         role = pattern.removeprefix(_ROLE)
-        if role not in ROLES:
-            msg = f"{pattern!r}: {role!r} is not a role"
-            raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
+        check_among(f"{pattern!r}: a role", role, ROLES)
         return _Rule(pattern=pattern, encoding=encoding, matches=None, role=role)
     return _Rule(pattern=pattern, encoding=encoding, matches=PathFilter([pattern]))
 

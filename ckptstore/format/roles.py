@@ -13,10 +13,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from ckptstore.errors import InvalidInputError
+from ckptstore.argument_checks import check_among
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, iter_leaves, pairs
-from ckptstore.shown import shown
 
 ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 RULE: Final = 2
@@ -105,9 +104,7 @@ class RoleRules:
         self._records = records
         self._found: dict[Path, tuple[str, str]] = {}
         for pattern, role in (overrides or {}).items():
-            if type(role) is not str or role not in ROLES:
-                msg = f"{shown(role)} is not a role"
-                raise InvalidInputError(msg, hint="roles are " + ", ".join(ROLES))
+            check_among("a role", role, ROLES)
             text = pattern if isinstance(pattern, str) else path_text(pattern)
             self._overrides.append((PathFilter([pattern]), role, f"roles= of {text}"))
         tops = {key: child for key, child in _items(node) if _holds(child)}

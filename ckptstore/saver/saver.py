@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import check_among
 from ckptstore.backends.transfers import Threads, ending, interrupts_held
 from ckptstore.checkpoint.request import check_wishes
 from ckptstore.config import check_choice, memory_bytes
@@ -84,9 +85,8 @@ class Saver:
         began
             When the caller asked for it, on the environment's clock.
         """
-        if if_busy not in ("wait", "skip", "fail") or stage not in ("now", "background"):
-            msg = f"if_busy={if_busy!r} or stage={stage!r} is not accepted"
-            raise errors.InvalidInputError(msg, hint="wait, skip or fail; now or background")
+        check_among("if_busy", if_busy, get_args(IfBusy))
+        check_among("stage", stage, get_args(Stage))
         self._repo.check_writable()
         check_choice(request.codec)
         wishes = request.portable()

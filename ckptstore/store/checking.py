@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptstore.argument_checks import integer
 from ckptstore.backends.key_sources import KeyInput, hidden
 from ckptstore.backends.transfers import Direction, Transfers
 from ckptstore.config import Options
@@ -185,7 +186,7 @@ def log(self: HasRepo, *, first: int = 1) -> list[Commit]:
         A commit is damaged or the history was changed; the message names it.
     """
     self.repo.check_open()
-    return list(self.repo.log.commits(first))
+    return list(self.repo.log.commits(integer("first", first)))
 
 
 def diff(self: HasSession, first: str, second: str) -> DiffReport:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckptstore import limits
-from ckptstore.argument_checks import integer
+from ckptstore.argument_checks import check_among, integer
 from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
@@ -254,6 +254,7 @@ def age(
     from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.retain import age
 
+    check_among("level", level, get_args(LowerLevel))
     given = None if lossy is None else Encoding.of(lossy)
     encodings = rounding_of(level, [] if given is None else [given])
     if given is not None and given.name not in [one.name for one in encodings]:

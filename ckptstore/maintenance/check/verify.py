@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ckptstore import errors, limits
-from ckptstore.argument_checks import check_among, check_between
+from ckptstore.argument_checks import check_among, check_between, integer
 from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops, snapshots
@@ -110,7 +110,8 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     parts = round(1 / fraction)
     if parts == 1:
         return None
-    return Sample(parts=parts, part=(now_ms // _DAY_MS if part is None else part) % parts)
+    part = now_ms // _DAY_MS if part is None else integer("part", part, 0)
+    return Sample(parts=parts, part=part % parts)
 
 
 @operation("verify")

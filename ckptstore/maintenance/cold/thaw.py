@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptstore import errors, limits
-from ckptstore.argument_checks import integer
+from ckptstore.argument_checks import check_between, integer
 from ckptstore.backends.storage_classes import Access, ColdStorage, ObjectState, class_named
 from ckptstore.catalog.retention import fixed_roles
 from ckptstore.checkpoint.cold_reads import thaw_command
@@ -41,7 +41,7 @@ class ThawRequest:
     wait: bool = False
     """Return when everything can be read."""
     poll_s: float | None = None
-    """Seconds between two looks while waiting; None for the tier's own."""
+    """Seconds between two looks while waiting; None or 0 for the tier's own."""
     dry_run: bool = False
     """Ask for nothing."""
     progress: ProgressCallback = silent
@@ -99,7 +99,8 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
         The storage failed, or does not restore what it was asked for.
     """
     began = repo.environment.monotonic()
-    _check(request)
+    integer("days", request.days, 1, limits.THAW_DAYS_MAX)
+    check_between("poll_s", request.poll_s or 0, 0)
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
         raise errors.VersionNotFoundError(msg, hint=_elsewhere(repo, version))
@@ -113,12 +114,6 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     if request.wait and not request.dry_run:
         work.wait()
     return work.report(repo.environment.monotonic() - began)
-
-
-def _check(request: ThawRequest) -> None:
-    integer("days", request.days, 1, limits.THAW_DAYS_MAX)
-    if request.poll_s is not None and not request.poll_s > 0:
-        raise errors.InvalidInputError(f"poll_s={request.poll_s} must be positive")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -108,7 +108,7 @@ def test_overrides() -> None:
     overrides: dict[Any, str] = {"model.rng": "rng", "model.*": "extra"}
     found = roles_of(state, {**overrides, ("optimizer", "master"): "weights"})
     assert list(found.values()) == ["rng", "extra", "weights", "optimizer"]
-    with pytest.raises(InvalidInputError, match="is not a role"):
+    with pytest.raises(InvalidInputError, match="a role is one of"):
         RoleRules({"*": "weight"})
     assert [role_of_name(name) for name in ("optim_0", "dataloader", "x", "lr_scheduler")] == [
         "optimizer", "data", "weights", "optimizer",
