@@ -265,7 +265,7 @@ def test_no_name_of_an_option_is_taken_for_one_of_ours(
         (["ls", "--limit"], 2, "requires an argument", "see ckptstore ls --help"),
         (["verify", "--level", "deep"], 2, "'--level': 'deep' is not one of", "verify --help"),
         (["verify", "--part", "3"], 2, "--part says which part of a sample", "--sample 5%"),
-        (["verify", "--sample", "200%"], 2, "a sample is a fraction", "such as 0.05"),
+        (["verify", "--sample", "200%"], 2, "a sample is a number from", "such as 0.05"),
         (["verify", "--resume", "/no/such/x"], 8, "No such file", "a folder that is there"),
         (["show", "gpt@999"], 3, "run 'gpt' has no step 999", "the nearest is 500"),
         (["show", "gpt@250"], 3, "run 'gpt' has no step 250", "the nearest are 200 and 300"),

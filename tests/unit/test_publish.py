@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from webserver import Reply, Request, WebServer
 
 import ckptstore
 from ckptstore import errors, limits
+from ckptstore.backends.posix import PosixBackend
 from ckptstore.format.keys import PAGE_KEY, PUBLISHED_KEY, pack_key
 from ckptstore.format.published import decode_published
 from ckptstore.maintenance.replicas.replicate import ReplicateReport
@@ -269,6 +271,27 @@ def test_beside_writers(place: Path, server: WebServer) -> None:
         store.publish()
         index = decode_published((place / PUBLISHED_KEY).read_bytes(), where=PUBLISHED_KEY)
         assert index.commits == store.repo.catalog.number
+
+
+def test_an_index_that_another_publication_takes_away_is_written(place: Path) -> None:
+    """It was there when this one wrote, and gone when it looked whose it was."""
+    with ckptstore.open(place) as store:
+        store.publish()
+        store.run("open").save({"own": torch.zeros(1)}, step=6)
+        get: Callable[..., bytes] = PosixBackend.get
+        taken: list[str] = []
+
+        def take_away(backend: PosixBackend, key: str, *, bytes_max: int) -> bytes:
+            """Delete the index before it is read the first time."""
+            if key == PUBLISHED_KEY and not taken:
+                taken.append(key)
+                backend.delete(key)
+            return get(backend, key, bytes_max=bytes_max)
+
+        with patch.object(PosixBackend, "get", take_away):
+            store.publish()
+        index = decode_published((place / PUBLISHED_KEY).read_bytes(), where=PUBLISHED_KEY)
+        assert (taken, index.commits) == ([PUBLISHED_KEY], store.repo.catalog.number)
 
 
 def test_a_publication_that_fails_anywhere(tmp_path: Path) -> None:

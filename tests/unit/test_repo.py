@@ -143,7 +143,7 @@ def test_of_many_creators_one_wins(memory: MemoryBackend) -> None:
 @pytest.mark.parametrize("chunk_bytes", [0, -1, limits.CHUNK_BYTES_MIN - 1, 2**40])
 def test_a_chunk_size_out_of_bounds_is_refused(memory: MemoryBackend, chunk_bytes: int) -> None:
     """Before anything is written."""
-    with pytest.raises(errors.InvalidInputError, match="chunk size"):
+    with pytest.raises(errors.InvalidInputError, match="chunk_bytes is an integer"):
         create_on(memory, chunk_bytes=chunk_bytes, prober=Prober())
     assert list(memory.list("")) == []
 

@@ -106,7 +106,8 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     InvalidInputError
         The fraction is not of this range.
     """
-    check_between("a sample", fraction, 1 / limits.SAMPLE_PARTS_MAX, 1)
+    hint = "such as 0.05, or 5% on the command line"
+    check_between("a sample", fraction, 1 / limits.SAMPLE_PARTS_MAX, 1, hint=hint)
     parts = round(1 / fraction)
     if parts == 1:
         return None

@@ -166,7 +166,7 @@ def _replace(backend: Backend, key: str, data: bytes) -> None:
     for _ in range(limits.COMMIT_SENDS_MAX):
         try:
             backend.put(key, data)
-        except ObjectExistsError:
+        except (ObjectExistsError, ObjectNotFoundError):  # the latter: just replaced by another
             backend.delete(key)
         else:
             return
