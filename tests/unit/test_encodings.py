@@ -440,7 +440,7 @@ def test_a_rule_that_takes_nothing_is_told(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"role:wieghts": "bf16"}, "not a role"), ({"*": "bf17"}, "not an encoding"),
+        ({"role:wieghts": "bf16"}, "a role is one of"), ({"*": "bf17"}, "not an encoding"),
         ({7: "bf16"}, "a pattern must be"), ("bf16", "mapping"), ([("*", "bf16")], "mapping"),
     ],
 )  # fmt: skip

@@ -583,7 +583,7 @@ def test_encodings_of_saves_are_kept_with_the_policy() -> None:
         ({"full": "all", "lossy": "fp16"}, "fp16 is not for ageing"),
         ({"full": "all", "lossy": ["bf16", "bf16:rel_l2=1"]}, "twice"),
         ({"full": "all", "lossy": {"bf16": 1}}, "neither a text"),
-        ({"full": "all", "encodings": {"role:nothing": "bf16"}}, "not a role"),
+        ({"full": "all", "encodings": {"role:nothing": "bf16"}}, "a role is one of"),
         ({"full": "all", "encodings": ["bf16"]}, "mapping"),
         ({"full": "all", "encodings": {"a": 3}}, "neither an Encoding nor a text"),
         ({"full": "all", "encodings": {f"p{n}": "bf16" for n in range(99)}}, "more than"),

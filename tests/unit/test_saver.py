@@ -565,7 +565,9 @@ def test_wrong_calls_are_refused_at_once(store: Store) -> None:
         run.save_async({}, step=-1)
     with pytest.raises(errors.InvalidInputError, match="metric 'loss'"):
         run.save_async({}, step=1, metrics={"loss": "x"})  # type: ignore[dict-item]
-    with pytest.raises(errors.InvalidInputError, match="if_busy='later'"):
+    with pytest.raises(
+        errors.InvalidInputError, match="if_busy is one of wait, skip, fail, not 'later'"
+    ):
         run.save_async({}, step=1, if_busy="later")  # type: ignore[arg-type]
     assert run.versions() == []
     run.save_async({}, step=1).result()
