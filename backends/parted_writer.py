@@ -102,8 +102,7 @@ class PartedWriter(ObjectWriter):
                 end = part.copied + count
                 with memoryview(memory.memory) as whole:
                     place = whole[part.copied : end]
-                if memory.touched < end:
-                    prefault(place)
+                prefault(place)
                 copy_bytes(place, view[:count])
                 memory.touched = max(memory.touched, end)
                 part.copied = end

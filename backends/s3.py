@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from ckptstore import errors, limits
+from ckptstore.argument_checks import check_among
 from ckptstore.backends import base, bucket, storage_classes
 from ckptstore.backends.bucket import Foreign, Wait
 from ckptstore.backends.buffers import BufferPool
@@ -299,9 +300,7 @@ def open_s3(
     if location.bucket.endswith(_DIRECTORY):
         msg = f"{location.bucket} is a directory bucket (S3 Express One Zone), which lists unsorted"
         raise errors.InvalidUrlError(msg, hint="take a general purpose bucket, and hot tiers")
-    if client not in _CLIENTS:
-        msg = f"no S3 client is called {client!r:.40}"
-        raise errors.InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
+    check_among("client", client, _CLIENTS)
     common: dict[str, Any] = {"pack_class": pack_class, "requests": requests}
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, Protocol, cast, get_args
 
 from ckptstore import limits
 from ckptstore.argument_checks import check_among, integer
@@ -138,10 +138,8 @@ def check_choice(choice: str) -> CodecChoice:
     InvalidInputError
         It is none; the hint lists the choices.
     """
-    for known in CODEC_CHOICES:
-        if choice == known:
-            return known
-    raise InvalidInputError(f"unknown codec {choice!r}", hint="one of " + ", ".join(CODEC_CHOICES))
+    check_among("codec", choice, CODEC_CHOICES)
+    return cast("CodecChoice", choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,8 +207,7 @@ def _apply(fold: Fold, commit: Commit) -> None:
         msg = f"{commit.key} follows commit {fold.number}, but {fold.number + 1} should"
         raise errors.CorruptObjectError(msg)
     if commit.body.previous != fold.digest:
-        was, now = commit.body.previous, fold.digest
-        msg = f"the history was changed: {commit.key} follows the digest {was!r}, not {now!r}"
+        msg = f"the history was changed: {commit.key} does not follow the digest {fold.digest!r}"
         raise errors.CorruptObjectError(msg, hint="restore the log from a replica or a backup")
     fold.number, fold.at_ms = commit.number, commit.body.at_ms
     for op in commit.ops:

@@ -172,21 +172,18 @@ class Move:
     """Parts of it stay lost."""
 
 
-def verified(
-    catalog: Catalog, sound: Mapping[str, str], damaged: Collection[str]
-) -> list[Verified]:
+def verified(catalog: Catalog, sound: Mapping[str, str], known: Collection[str]) -> list[Op]:
     """Return the operations that record that versions were found sound, byte for byte.
 
     Parameters
     ----------
     sound
         Version id to the digest of the manifest that was read.
-    damaged
+    known
         Ids of versions that were known to be damaged before they were read: what others found since
         stays.
     """
-    found = (one for one in _as_read(catalog, sound) if not one.damaged or one.id in damaged)
-    ids = [version.id for version in found if not version.verified]
+    ids = [v.id for v in _as_read(catalog, sound) if v.id in known or not (v.damaged or v.verified)]
     return [Verified(versions=part) for part in batches(ids, limits.VERSIONS_PER_OP_MAX)]
 
 

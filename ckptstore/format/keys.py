@@ -21,6 +21,7 @@ import re
 from typing import Final
 
 from ckptstore import limits
+from ckptstore.argument_checks import integer
 from ckptstore.errors import InvalidInputError
 
 STORE_KEY: Final = "store.json"
@@ -133,9 +134,7 @@ def pack_id(key: str) -> str | None:
 
 
 def _checked(number: int) -> int:
-    if not 0 <= number <= limits.COMMIT_NUMBER_MAX:
-        raise InvalidInputError(f"no commit can have the number {number}")
-    return number
+    return integer("the number of a commit", number, 0, limits.COMMIT_NUMBER_MAX)
 
 
 def _checked_id(value: str) -> str:

@@ -117,8 +117,7 @@ class Witness:
         if not isinstance(given, Run):
             msg = f"a witness is made for a run, not {given!r:.80}"
             raise errors.InvalidInputError(msg, hint='ckptstore.Witness(store.run("gpt"), ...)')
-        hint = "such as 0.001 for a thousandth of the loss"
-        check_between("tolerance", tolerance, 0, hint=hint)
+        check_between("tolerance", tolerance, 0, hint="0.001 is a thousandth of the loss")
         integer("steps", steps, 0, _STEPS_MAX)
         for name, one in objects.items():
             if isinstance(one, SCALARS):

@@ -54,7 +54,7 @@ class Destination:
             return
         memory = _host_bytes(record.nbytes, pinned=device.type == "cuda")
         self._storage = memory.untyped_storage()
-        self.view = memoryview(memory.numpy() if record.nbytes else bytearray())  # type: ignore[arg-type]
+        self.view = memory_of(self._storage, 0, record.nbytes)
 
     def finish(self) -> torch.Tensor:
         """Return the tensor, moved to its device. `view` must have been filled.

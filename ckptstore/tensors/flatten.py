@@ -37,7 +37,7 @@ from ckptstore.tensors.builtin import SPARSE, builtin_for
 from ckptstore.tensors.composed import SPARSE_LAYOUTS, flags_of
 from ckptstore.tensors.foreign import ForeignTensor
 from ckptstore.tensors.quantized import describe_quantized
-from ckptstore.tensors.refusals import fields_of, is_record, refusal
+from ckptstore.tensors.refusals import fields_of, is_record, refusal, storage_of
 from ckptstore.tensors.tensor_bytes import ArrayBytes, SourceTensor, TensorPayload, dtype_text
 
 _T = TypeVar("_T")
@@ -277,7 +277,7 @@ class _Walker:
             identity=identity, device=device,
         )  # fmt: skip
         self._leaves += 1
-        key = (device, tensor.untyped_storage()._cdata)  # the storage itself
+        key = (device, _at(path, storage_of, tensor)._cdata)  # the storage itself
         self._storages.setdefault(key, []).append(occurrence)
         return node
 

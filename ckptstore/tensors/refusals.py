@@ -14,6 +14,7 @@ import torch
 
 from ckptstore.errors import StateError
 from ckptstore.format.paths import Path, path_text
+from ckptstore.tensors.tensor_bytes import check_there, extent_of, offset_of
 
 _ADAPTER = "represent it by plain values, or pass a TypeAdapter for its type"
 _OF = "pass adapters=[TypeAdapter.of(its class)] on save and on load"
@@ -99,3 +100,10 @@ def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
         return ": its class is not known", f"save its inner tensors, or {_OF}"
     hint = "save its parts (tensor.dequantize() or its inner tensors), or pass a TypeAdapter"
     return ": its class is not known", hint
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor; raises StateError if it does not hold all of it."""
+    storage = tensor.untyped_storage()
+    check_there(storage, (offset_of(tensor) + extent_of(tensor)) * tensor.element_size())
+    return storage

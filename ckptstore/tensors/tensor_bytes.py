@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckptstore.errors import UnsupportedFeatureError
+from ckptstore.errors import StateError, UnsupportedFeatureError
 from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE
 from ckptstore.format.paths import Path
 
@@ -87,19 +87,41 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor_over(storage, _INTEGERS[item], offset, shape, strides)
 
 
+class _Memory:
+    """CPU memory for NumPy. ``Tensor.numpy`` would forbid for ever to resize a user's storage."""
+
+    def __init__(self, owner: object, address: int, **about: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"version": 3, "data": (address, False), **about}
+
+
 def as_elements(tensor: torch.Tensor) -> npt.NDArray[np.void]:
     """Return the elements of a CPU tensor as opaque bytes, over the same memory, strides kept."""
-    integers: npt.NDArray[Any] = as_integers(tensor).numpy()
-    if tensor.element_size() == 16:
-        return integers.view(np.dtype("V16"))[..., 0]
-    return integers.view(np.dtype(f"V{tensor.element_size()}"))
+    item = tensor.element_size()
+    about = {"shape": (*tensor.shape,), "strides": (*[item * step for step in tensor.stride()],)}
+    return np.asarray(_Memory(tensor, tensor.data_ptr(), typestr=f"|V{item}", **about))
+
+
+def check_there(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Raise StateError unless a storage has so many bytes: it may have been freed."""
+    if storage.nbytes() < nbytes:
+        msg = f"its memory was freed: {storage.nbytes()} of {nbytes} bytes are left"
+        raise StateError(msg, hint="FSDP frees memory between steps: gather the state before")
 
 
 def memory_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> memoryview:
-    """Return a writable view of bytes of CPU memory; it keeps the storage alive."""
+    """Return a writable view of bytes of CPU memory; it keeps the storage alive.
+
+    Raises
+    ------
+    StateError
+        As :func:`check_there`.
+    """
+    check_there(storage, start + nbytes)
     if not nbytes:
         return memoryview(bytearray())
-    return memoryview(tensor_over(storage, torch.uint8, start, (nbytes,), (1,)).numpy())  # type: ignore[arg-type]
+    made = _Memory(storage, storage.data_ptr() + start, typestr="|u1", shape=(nbytes,))
+    return memoryview(np.asarray(made))  # type: ignore[arg-type]
 
 
 def extent_of(tensor: torch.Tensor) -> int:
@@ -191,7 +213,6 @@ class TensorBytes:
         self._order = order
         self.dense = dense
         self.device: torch.device = tensor.device
-        self._view: memoryview | None = None
 
     def flat(self) -> torch.Tensor:
         """Return the bytes of a dense tensor, ``uint8[nbytes]``, on its device."""
@@ -203,10 +224,10 @@ class TensorBytes:
     def view(self) -> memoryview | None:
         """Return the memory of a dense tensor on the CPU."""
         tensor = self._tensor
-        if self._view is None and self.dense and tensor.is_cpu:
-            storage, item = tensor.untyped_storage(), tensor.element_size()
-            self._view = memory_of(storage, offset_of(tensor) * item, tensor.numel() * item)
-        return self._view
+        if not self.dense or not tensor.is_cpu:
+            return None
+        item = tensor.element_size()
+        return memory_of(tensor.untyped_storage(), offset_of(tensor) * item, tensor.numel() * item)
 
     def copy_into(self, start: int, out: memoryview) -> None:
         """Write a piece of the bytes into `out`."""
@@ -314,7 +335,7 @@ def _put_array(part: np.ndarray[Any, Any], out: memoryview) -> None:
 
 def _put_integers(part: torch.Tensor, out: memoryview) -> None:
     if part.device.type == "cpu":
-        _put_array(part.numpy(), out)  # NumPy writes to memory of any alignment
+        _put_array(as_elements(part), out)  # NumPy writes to memory of any alignment
     else:
         _put_array(part.contiguous().cpu().numpy(), out)
 

@@ -375,7 +375,7 @@ def test_plans_are_safe_and_settle(
             story.log.append_any(partial(lifecycle_ops.pin, version=version.id))
         elif what == "verify":
             sound = {version.id: version.manifest_digest}
-            story.log.append_any(partial(content_ops.verified, sound=sound, damaged=()))
+            story.log.append_any(partial(content_ops.verified, sound=sound, known=()))
         elif version.pinned:
             continue
         elif LEVELS.index(levels[what]) < LEVELS.index(version.level):

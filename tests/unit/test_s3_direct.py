@@ -31,7 +31,7 @@ from ckptstore.backends.s3_calls import Settings, code_of, read_settings, transl
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.config import SYSTEM
-from ckptstore.errors import AmbiguousWriteError, InvalidUrlError, StorageError
+from ckptstore.errors import AmbiguousWriteError, InvalidInputError, InvalidUrlError, StorageError
 from ckptstore.format.keys import pack_key
 
 KEYS = {"key": "AKID", "secret": "s3cret"}
@@ -429,7 +429,7 @@ def test_clients_can_be_chosen() -> None:
     factory = open_s3("s3://b/x", client="s3fs")._client._factory
     assert factory is s3fs_client
     assert open_s3("s3://b/x")._client._factory is direct_client
-    with pytest.raises(InvalidUrlError, match="curl"):
+    with pytest.raises(InvalidInputError, match="curl"):
         open_s3("s3://b/x", client="curl")
 
 

@@ -30,7 +30,6 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.transfers import operation
 from ckptstore.catalog import content_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.state import Op
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import keys
@@ -106,8 +105,7 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     InvalidInputError
         The fraction is not of this range.
     """
-    hint = "such as 0.05, or 5% on the command line"
-    check_between("a sample", fraction, 1 / limits.SAMPLE_PARTS_MAX, 1, hint=hint)
+    check_between("a sample", fraction, 1 / limits.SAMPLE_PARTS_MAX, 1, hint="such as 0.05")
     parts = round(1 / fraction)
     if parts == 1:
         return None
@@ -216,21 +214,17 @@ def _check_versions(
     return recorded | _record(survey.repo, waiting, damaged)
 
 
-def _record(repo: Repo, sound: Mapping[str, str], damaged: Collection[str]) -> set[str]:
+def _record(repo: Repo, sound: Mapping[str, str], known: Collection[str]) -> set[str]:
     """Record versions as sound; return the ids of those that were not.
 
     Where others found damage since the check began, they may have read later: it stays.
     """
-    ops: list[content_ops.Verified] = []
-
-    def build(now: Catalog) -> Sequence[Op]:
-        """Begin again on the newest catalog."""
-        ops[:] = content_ops.verified(now, sound, damaged)
-        return ops
-
-    if sound:
-        repo.log.append_any(build)
-    return {version for op in ops for version in op.versions}
+    if not sound:
+        return set()
+    rest = (v for v in repo.refresh().versions() if not v.damaged or v.id in known)
+    fresh = {v.id for v in rest if v.id in sound and not v.verified}
+    repo.log.append_any(lambda now: content_ops.verified(now, sound, known))
+    return fresh
 
 
 def _check_log(survey: Survey) -> None:
