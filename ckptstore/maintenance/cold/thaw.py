@@ -41,7 +41,7 @@ class ThawRequest:
     wait: bool = False
     """Return when everything can be read."""
     poll_s: float | None = None
-    """Seconds between two looks while waiting; None or 0 for the tier's own."""
+    """Seconds between two looks while waiting; None for the tier's own."""
     dry_run: bool = False
     """Ask for nothing."""
     progress: ProgressCallback = silent
@@ -100,7 +100,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     """
     began = repo.environment.monotonic()
     integer("days", request.days, 1, limits.THAW_DAYS_MAX)
-    check_between("poll_s", request.poll_s or 0, 0)
+    check_between("poll_s", 1 if request.poll_s is None else request.poll_s, 0.001)
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
         raise errors.VersionNotFoundError(msg, hint=_elsewhere(repo, version))
